@@ -1,0 +1,385 @@
+"""Sampling answers from a MiniMindForCausalLM: the decoding loop and the rules that pick a token.
+
+The prompt is read once, its cache is shared out to its answers, and rows that ended leave the batch.
+Letters: B prompts, G answers a prompt, N = B·G rows, n <= N rows still running, P prompt width, R answer width,
+V vocabulary.
+"""
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from model.kv_cache import KVCache, pack_left
+
+# Rows that ended stay in the batch until they are this share of it, because dropping them copies the cache.
+COMPACT_SHARE = 1 / 8
+
+
+class Decoded(NamedTuple):
+    """Answers of N rows; row i belongs to prompt i // num_generations. R is the longest answer produced."""
+
+    completion_ids: Tensor  # long [N, R], pad_token_id after the end
+    logps: Tensor  # float32 [N, R], natural logs at logp_temperature, 0 after the end
+    mask: Tensor  # bool [N, R], True up to and including the first EOS
+    finished: Tensor  # bool [N], True = ended with EOS, False = cut at max_new_tokens
+
+
+class SamplingRules(NamedTuple):
+    """How a token is picked; temperature 0 = the likeliest token."""
+
+    temperature: float
+    top_p: float
+    top_k: int
+    repetition_penalty: float
+    logp_temperature: float
+
+
+def penalize_repeats(logits: Tensor, seen: Tensor, penalty: float) -> Tensor:
+    """logits [n, V] with those of seen tokens (bool [n, V]) divided by the penalty if positive, else multiplied
+    (Keskar et al. 2019, arxiv.org/abs/1909.05858, as transformers does it)."""
+    return torch.where(seen, torch.where(logits > 0, logits / penalty, logits * penalty), logits)
+
+
+def keep_likeliest(logits: Tensor, *, top_k: int, top_p: float) -> Tensor:
+    """logits [n, V] with -inf outside the top_k largest (0 = all; equals of the last one stay) and then outside the
+    smallest set of likeliest tokens whose probabilities reach top_p (at least one; arxiv.org/abs/1904.09751)."""
+    if 0 < top_k < logits.shape[-1]:
+        smallest = logits.topk(top_k, dim=-1).values[:, -1:]
+        logits = logits.masked_fill(logits < smallest, -math.inf)
+    if top_p < 1.0:
+        ranked, ids = logits.sort(dim=-1, descending=True, stable=True)
+        probs = ranked.softmax(dim=-1, dtype=torch.float64)
+        reached_before = probs.cumsum(dim=-1) - probs >= top_p
+        logits = logits.masked_fill(reached_before.scatter(1, ids, reached_before), -math.inf)
+    return logits
+
+
+def draw(logits: Tensor, uniforms: Tensor) -> Tensor:
+    """Token ids long [n] by inverse CDF: the first token, in id order, whose cumulative probability is above uniform.
+
+    Args: logits [n, V]; uniforms float64 [n] in [0, 1]. A token of probability 0 is never drawn, also at uniform 1.
+    """
+    probs = logits.softmax(dim=-1)
+    cumulative = probs.cumsum(dim=-1, dtype=torch.float64)
+    total = cumulative[:, -1:]
+    # strictly below the total, so that a last token of positive probability always lies above the target
+    target = torch.minimum(uniforms[:, None] * total, torch.nextafter(total, torch.zeros_like(total)))
+    # the second condition is for parallel sums, where a token of probability 0 may differ from its left neighbour
+    return ((cumulative > target) & (probs > 0)).to(torch.uint8).argmax(dim=-1)
+
+
+def pick_tokens(logits: Tensor, uniforms: Tensor | None, seen: Tensor | None, rules: SamplingRules):
+    """(token long [n], its log-probability float32 [n]) from logits [n, V].
+
+    The log-probability is log_softmax(logits / logp_temperature), before penalty, top-k and top-p. Uniforms [n] are
+    unused at temperature 0; seen bool [n, V] is None without a repetition penalty.
+    """
+    logits = logits.float()
+    scores = logits if seen is None else penalize_repeats(logits, seen, rules.repetition_penalty)
+    if rules.temperature == 0:
+        token = scores.argmax(dim=-1)
+    else:
+        scores = keep_likeliest(scores / rules.temperature, top_k=rules.top_k, top_p=rules.top_p)
+        token = draw(scores, uniforms)
+    scaled = logits / rules.logp_temperature
+    return token, scaled.gather(1, token[:, None]).squeeze(1) - scaled.logsumexp(dim=-1)
+
+
+@dataclass
+class Running:
+    """The rows still in the batch: n of them, of which `alive` have not ended."""
+
+    cache: KVCache
+    rows: Tensor  # long [n], their place among the N answers
+    logits: Tensor  # [n, V] of the next token
+    alive: Tensor  # bool [n]
+    seen: Tensor | None  # bool [n, V], tokens in prompt and answer; None without a repetition penalty
+
+
+def prefill(model: nn.Module, input_ids: Tensor, real: Tensor, copies: int, max_new: int, track_seen: bool) -> Running:
+    """Read each of the B prompts once and share the result out to its `copies` answers."""
+    lengths = real.sum(dim=1)
+    longest = int(lengths.max())
+    packed_ids, packed, _ = pack_left(input_ids, real)
+    packed_ids, packed = packed_ids[:, :longest], packed[:, :longest]
+    cache = KVCache(model.config.num_hidden_layers, longest)
+    # no mask: causal attention cannot see the padding, which is behind every row's last real token
+    hidden = model.model(packed_ids, past_key_values=cache)[0]
+    cache.lengths = lengths
+    cache.aligned = bool((lengths == longest).all())
+    last = hidden[torch.arange(len(lengths), device=lengths.device), lengths - 1]
+    seen = None
+    if track_seen:
+        # counted, not set: padding was given id 0 and must not mark that token
+        counts = torch.zeros(len(lengths), model.config.vocab_size, dtype=torch.int32, device=real.device)
+        seen = (counts.scatter_add_(1, packed_ids, packed.int()) > 0).repeat_interleave(copies, dim=0)
+    rows = torch.arange(len(lengths) * copies, device=real.device)
+    return Running(
+        cache=cache.spread(copies, longest + max_new),
+        rows=rows,
+        logits=model.lm_head(last).repeat_interleave(copies, dim=0),
+        alive=torch.ones_like(rows, dtype=torch.bool),
+        seen=seen,
+    )
+
+
+def decode_one_token(model: nn.Module, running: Running, token: Tensor) -> None:
+    """Read one token a row (long [n]) and set the logits of the next one."""
+    hidden = model.model(token[:, None], past_key_values=running.cache)[0]
+    running.logits = model.lm_head(hidden[:, -1])
+
+
+def compact(running: Running, token: Tensor) -> Tensor:
+    """Drop the rows that ended; gives the tokens of those that stay."""
+    stay = running.alive.nonzero().squeeze(1)
+    running.cache.keep_rows(stay)
+    running.rows = running.rows[stay]
+    running.alive = running.alive[stay]
+    if running.seen is not None:
+        running.seen = running.seen[stay]
+    return token[stay]
+
+
+@contextmanager
+def evaluation_mode(model: nn.Module) -> Iterator[None]:
+    """Dropout and balance loss off inside; every module gets its own mode back afterwards."""
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True
+
+
+class Answers:
+    """The N answers being written."""
+
+    def __init__(self, n: int, max_new: int, pad_token_id: int, device: torch.device):
+        self.ids = torch.full((n, max_new), pad_token_id, dtype=torch.long, device=device)
+        self.logps = torch.zeros(n, max_new, dtype=torch.float32, device=device)
+        self.lengths = torch.zeros(n, dtype=torch.long, device=device)
+        self.finished = torch.zeros(n, dtype=torch.bool, device=device)
+        self.pad_token_id = pad_token_id
+
+    def write(self, step: int, running: Running, token: Tensor, logp: Tensor, ended: Tensor) -> None:
+        """Store one step of the running rows; rows that ended before it get nothing."""
+        rows, alive = running.rows, running.alive
+        self.ids[rows, step] = token.masked_fill(~alive, self.pad_token_id)
+        self.logps[rows, step] = logp.masked_fill(~alive, 0.0)
+        self.lengths[rows] += alive
+        self.finished[rows] |= ended
+
+    def result(self, steps: int) -> Decoded:
+        """What was written in `steps` steps; RuntimeError if the model gave log-probabilities that are not numbers."""
+        mask = torch.arange(steps, device=self.lengths.device) < self.lengths[:, None]
+        logps = self.logps[:, :steps]
+        bad = ~torch.isfinite(logps).all(dim=1)
+        if bool(bad.any()):
+            raise RuntimeError(
+                f"the model gave NaN or infinite log-probabilities in {int(bad.sum())} of {len(bad)} answers: "
+                "its weights or activations overflowed; check the loaded weights, or use bfloat16 or float32"
+            )
+        return Decoded(self.ids[:, :steps].contiguous(), logps.contiguous(), mask, self.finished)
+
+
+def run(model, running: Running, answers: Answers, rules: SamplingRules, *, max_new, eos, uniforms, on_token) -> int:
+    """The decoding loop; fills `answers` and gives the number of steps taken. One read back from the device a step."""
+    n = len(running.rows)
+    for step in range(max_new):
+        if uniforms is None and rules.temperature > 0:
+            column = torch.rand(n, dtype=torch.float64, device=running.rows.device)
+        else:
+            column = None if uniforms is None else uniforms[:, step]
+        token, logp = pick_tokens(running.logits, None if column is None else column[running.rows], running.seen, rules)
+        ended = torch.isin(token, eos)
+        answers.write(step, running, token, logp, ended)
+        if on_token is not None:
+            on_token(answers.ids[:, step])
+        running.alive = running.alive & ~ended
+        left = int(running.alive.sum())
+        if left == 0 or step + 1 == max_new:
+            break
+        if left <= len(token) * (1 - COMPACT_SHARE):
+            token = compact(running, token)
+        if running.seen is not None:
+            running.seen.scatter_(1, token[:, None], True)
+        decode_one_token(model, running, token)
+    return step + 1
+
+
+def check_prompts(config, input_ids: Tensor, attention_mask: Tensor | None) -> Tensor:
+    """The prompt mask as bool [B, P]; ValueError for prompts no answer can follow."""
+    if input_ids.dim() != 2 or 0 in input_ids.shape:
+        raise ValueError(f"input_ids has shape {tuple(input_ids.shape)}: expected [prompts, width], both at least 1")
+    if attention_mask is None:
+        real = torch.ones_like(input_ids, dtype=torch.bool)
+    else:
+        real = attention_mask.bool()
+    if real.shape != input_ids.shape:
+        raise ValueError(f"attention_mask {tuple(real.shape)} does not fit input_ids {tuple(input_ids.shape)}")
+    empty = ~real.any(dim=1)
+    if bool(empty.any()):
+        raise ValueError(f"attention_mask: prompt row {int(empty.nonzero()[0])} has no real token")
+    outside = input_ids[real & ((input_ids < 0) | (input_ids >= config.vocab_size))]
+    if len(outside):
+        raise ValueError(
+            f"input_ids holds token id {int(outside[0])}, outside the vocabulary of {config.vocab_size}: "
+            "the tokenizer does not belong to this model"
+        )
+    return real
+
+
+def check_rules(rules: SamplingRules) -> None:
+    """Raise ValueError naming the first setting that describes no distribution."""
+    if not 0.0 <= rules.temperature < math.inf:
+        raise ValueError(f"temperature is {rules.temperature}: it must be at least 0 (0 = the likeliest token)")
+    if not 0.0 < rules.top_p <= 1.0:
+        raise ValueError(f"top_p is {rules.top_p}: it must be in (0, 1] (1 = every token)")
+    if rules.top_k < 0:
+        raise ValueError(f"top_k is {rules.top_k}: it must be at least 0 (0 = every token)")
+    if not 0.0 < rules.repetition_penalty < math.inf:
+        raise ValueError(f"repetition_penalty is {rules.repetition_penalty}: it must be above 0 (1 = none)")
+    if not 0.0 < rules.logp_temperature < math.inf:
+        raise ValueError(f"logp_temperature is {rules.logp_temperature}: it must be above 0")
+
+
+def end_ids(config, eos_token_id: int | list[int] | None) -> list[int]:
+    """The ids that end an answer, from an id, a list, or None for the config's; ValueError outside the vocabulary."""
+    found = config.eos_token_id if eos_token_id is None else eos_token_id
+    ids = [int(found)] if isinstance(found, int) else [int(token) for token in found]
+    for token in ids:
+        if not 0 <= token < config.vocab_size:
+            raise ValueError(f"eos_token_id {token} is outside the vocabulary of {config.vocab_size}")
+    return ids
+
+
+def check_uniforms(uniforms: Tensor | None, n: int, max_new: int, device: torch.device) -> Tensor | None:
+    """The uniforms as float64 on the model's device; ValueError for too few or for values outside [0, 1]."""
+    if uniforms is None:
+        return None
+    if uniforms.dim() != 2 or uniforms.shape[0] != n or uniforms.shape[1] < max_new:
+        raise ValueError(f"uniforms has shape {tuple(uniforms.shape)}: expected [{n}, {max_new}] or wider")
+    uniforms = uniforms[:, :max_new].to(device, torch.float64)
+    if not bool(((uniforms >= 0) & (uniforms <= 1)).all()):
+        raise ValueError("uniforms holds values outside [0, 1]")
+    return uniforms
+
+
+class DecodingMixin:
+    """`decode` (answers with masks and log-probabilities) and `generate` (MiniMind's), for a MiniMindForCausalLM."""
+
+    @torch.no_grad()
+    def decode(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        *,
+        num_generations: int = 1,
+        max_new_tokens: int,
+        temperature: float = 1.0,
+        top_p: float = 1.0,
+        top_k: int = 0,
+        repetition_penalty: float = 1.0,
+        eos_token_id: int | list[int] | None = None,
+        pad_token_id: int = 0,
+        uniforms: Tensor | None = None,
+        logp_temperature: float | None = None,
+        on_token: Callable[[Tensor], None] | None = None,
+    ) -> Decoded:
+        """num_generations answers to each prompt, with the log-probability of every token; no grad.
+
+        Runs as in eval mode whatever the model's mode, under the caller's autocast.
+        Args: input_ids long [B, P], padded on any side with anything; attention_mask [B, P], non-zero = real (None =
+            all); max_new_tokens: most tokens an answer; temperature 0 = greedy; eos_token_id: None = the config's, an
+            empty list = no end; uniforms float64 [N, >= max_new_tokens] in [0, 1]: token t of row i is drawn with
+            uniforms[i, t] and so does not depend on other rows (None = torch's global generator); logp_temperature
+            divides the logits for logps (None = temperature, 1 when greedy); on_token gets each step's ids long [N].
+        Raises: ValueError naming a wrong argument; RuntimeError if the model's output is not finite.
+        """
+        if max_new_tokens < 1:
+            raise ValueError(f"max_new_tokens is {max_new_tokens}: it must be at least 1")
+        if num_generations < 1:
+            raise ValueError(f"num_generations is {num_generations}: it must be at least 1")
+        if logp_temperature is None:
+            logp_temperature = temperature if temperature > 0 else 1.0
+        rules = SamplingRules(temperature, top_p, top_k, repetition_penalty, logp_temperature)
+        check_rules(rules)
+        eos = torch.tensor(end_ids(self.config, eos_token_id), dtype=torch.long, device=input_ids.device)
+        real = check_prompts(self.config, input_ids, attention_mask)
+        longest = int(real.sum(dim=1).max())
+        if longest + max_new_tokens > self.config.max_position_embeddings:
+            raise ValueError(
+                f"a prompt of {longest} tokens and max_new_tokens {max_new_tokens} exceed max_position_embeddings "
+                f"{self.config.max_position_embeddings}: shorten one of them"
+            )
+        n = len(input_ids) * num_generations
+        uniforms = check_uniforms(uniforms, n, max_new_tokens, input_ids.device)
+        with evaluation_mode(self):
+            running = prefill(self, input_ids, real, num_generations, max_new_tokens, repetition_penalty != 1.0)
+            answers = Answers(n, max_new_tokens, pad_token_id, input_ids.device)
+            steps = run(
+                self, running, answers, rules, max_new=max_new_tokens, eos=eos, uniforms=uniforms, on_token=on_token
+            )
+        return answers.result(steps)
+
+    def generate(
+        self,
+        inputs: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        max_new_tokens: int = 8192,
+        temperature: float = 0.85,
+        top_p: float = 0.85,
+        top_k: int = 50,
+        eos_token_id: int | list[int] | None = 2,
+        streamer=None,
+        use_cache: bool = True,
+        num_return_sequences: int = 1,
+        do_sample: bool = True,
+        repetition_penalty: float = 1.0,
+        *,
+        input_ids: Tensor | None = None,
+        pad_token_id: int | None = None,
+    ) -> Tensor:
+        """Prompts with their answers, long [N, P + R]; MiniMind's signature and defaults, no grad.
+
+        Row i belongs to prompt i // num_return_sequences. After its end a row holds pad_token_id (None: its EOS, as
+        in MiniMind). max_new_tokens is cut to what max_position_embeddings leaves after the longest prompt, because
+        MiniMind's default of 8192 is meant as "until the end". use_cache is accepted for MiniMind's callers: the
+        tokens are the same either way and the cache is always used. `inputs` and `input_ids` are one argument;
+        a streamer gets the prompts and each step's tokens as `put` (on the CPU), then `end`.
+        Raises: ValueError as decode does; TypeError for an unknown keyword.
+        """
+        if (inputs is None) == (input_ids is None):
+            raise ValueError("give the prompts once, as inputs or as input_ids")
+        prompts = input_ids if inputs is None else inputs
+        longest = int(check_prompts(self.config, prompts, attention_mask).sum(dim=1).max())
+        room = self.config.max_position_embeddings - longest
+        if room < 1:
+            raise ValueError(f"a prompt of {longest} tokens leaves no room in max_position_embeddings: shorten it")
+        eos = end_ids(self.config, eos_token_id)
+        if pad_token_id is None:
+            pad_token_id = eos[0] if eos else self.config.pad_token_id
+        if streamer is not None:
+            streamer.put(prompts.cpu())
+        decoded = self.decode(
+            prompts,
+            attention_mask,
+            num_generations=num_return_sequences,
+            max_new_tokens=min(max_new_tokens, room),
+            temperature=temperature if do_sample else 0.0,
+            top_p=top_p,
+            top_k=top_k,
+            repetition_penalty=repetition_penalty,
+            eos_token_id=eos,
+            pad_token_id=pad_token_id,
+            on_token=None if streamer is None else lambda ids: streamer.put(ids.cpu()),
+        )
+        if streamer is not None:
+            streamer.end()
+        return torch.cat([prompts.repeat_interleave(num_return_sequences, dim=0), decoded.completion_ids], dim=1)
