@@ -1,0 +1,111 @@
+"""The same runs on any number of processes: started by torchrun from test_ranks_agree.py, and imported by it.
+
+    torchrun --nproc_per_node 2 tests/ranks_driver.py FOLDER      (FOLDER holds weights and prompts)
+
+Every configuration names what all processes do together; a process takes its part of batch and minibatch.
+"""
+
+import sys
+from pathlib import Path
+
+import small_runs as small
+import torch
+import torch.distributed as dist
+
+from trainer import train_grpo, train_ppo
+from trainer.distributed import rank_and_world, unwrap_model
+
+GRPO = {"batch_size": 4, "num_generations": 3}
+PPO = {"batch_size": 4, "mini_batch_size": 2, "critic_learning_rate": 1e-4, "early_stop_kl": 1e9}
+# 19 prompts in steps of 4 make 5 steps, of which the last has 3: on two ranks one of them fills up with a copy.
+CONFIGS = {
+    "cispo": (train_grpo, {**GRPO, "loss_type": "cispo"}),
+    "cispo, accumulation 3": (train_grpo, {**GRPO, "loss_type": "cispo", "accumulation_steps": 3}),
+    "grpo": (train_grpo, {**GRPO, "loss_type": "grpo"}),
+    "grpo, accumulation 3": (train_grpo, {**GRPO, "loss_type": "grpo", "accumulation_steps": 3}),
+    "grpo, rewards missing": (train_grpo, {**GRPO, "max_steps": 3}),
+    "ppo": (train_ppo, PPO),
+    "ppo, accumulation 3": (train_ppo, {**PPO, "accumulation_steps": 3}),
+    "ppo, early stop": (train_ppo, {**PPO, "early_stop_kl": 0.05}),
+    "ppo, early stop, accumulation 3": (train_ppo, {**PPO, "early_stop_kl": 0.05, "accumulation_steps": 3}),
+    "ppo, rewards missing": (train_ppo, {**PPO, "max_steps": 3}),
+}
+# These need two ranks to mean something, or their loss is not a sum over rows (experts share the load of a batch).
+ONLY_RANKS = {
+    "grpo, one prompt": (train_grpo, {**GRPO, "data": "one.jsonl"}),
+    "ppo, one prompt": (train_ppo, {**PPO, "data": "one.jsonl"}),
+    "grpo, same prompts": (train_grpo, {**GRPO, "batch_size": 2, "data": "same.jsonl"}),
+    "ppo, same prompts": (train_ppo, {**PPO, "batch_size": 2, "data": "same.jsonl"}),
+    "grpo, experts": (train_grpo, {**GRPO, "use_moe": 1, "max_steps": 2}),
+    "ppo, experts": (train_ppo, {**PPO, "use_moe": 1, "max_steps": 2}),
+}
+MISSING = ("(3)", "(4)", "(9)", "(12)", "(17)")  # prompts whose answers get no finite reward where rewards are missing
+
+
+def make_inputs(folder: Path, vocab_size: int) -> None:
+    """Weights, and three files of prompts: 19 different ones, one, and four times the same."""
+    small.write_weights(folder, vocab_size, use_moe=True)
+    small.write_weights(folder, vocab_size)
+    small.write_prompts(folder / "prompts.jsonl", 19)
+    line = small.write_prompts(folder / "one.jsonl", 1).read_text(encoding="utf-8")
+    (folder / "same.jsonl").write_text(4 * line, encoding="utf-8")
+
+
+def flags_of(name: str, folder: Path, out: Path) -> list[str]:
+    """This process's command line of a configuration."""
+    flags = dict((CONFIGS | ONLY_RANKS)[name][1])
+    world = rank_and_world()[1]
+    for size in ("batch_size", "mini_batch_size"):
+        if size in flags:
+            flags[size] //= world
+    return small.argv(weight_dir=folder, data_path=folder / flags.pop("data", "prompts.jsonl"), save_dir=out / "out",
+                      checkpoint_dir=out / "checkpoints", run_dir=out, **flags)  # fmt: skip
+
+
+def all_ranks_equal(models) -> bool:
+    """Whether every rank holds the same bits in every parameter; compares the weights themselves."""
+    flat = torch.cat([p.detach().flatten() for model in models for p in unwrap_model(model).parameters()])
+    bits = flat.view(torch.int32)
+    theirs = [torch.empty_like(bits) for _ in range(rank_and_world()[1])]
+    dist.all_gather(theirs, bits)
+    return all(torch.equal(other, bits) for other in theirs)
+
+
+def run_config(name: str, folder: Path, out: Path) -> dict:
+    """{"models", "answers" sampled, "equal": whether ranks agreed after each optimizer step, "rates" at each}."""
+    script = (CONFIGS | ONLY_RANKS)[name][0]
+    seen = {"answers": [], "equal": [], "rates": []}
+    step, sample = script.optimizer_step, script.sample_answers
+
+    def step_and_compare(models, optimizers, schedules, **settings):
+        seen["rates"].append([schedule.lr for schedule in schedules])
+        result = step(models, optimizers, schedules, **settings)
+        if dist.is_initialized():
+            seen["equal"].append(all_ranks_equal(models))
+        return result
+
+    def sample_and_keep(*args, **kwargs):
+        rollout = sample(*args, **kwargs)
+        seen["answers"] += [ids[mask].tolist() for ids, mask in zip(rollout.completion_ids, rollout.completion_mask)]
+        return rollout
+
+    rewards = small.nan_rewards_for(*MISSING) if "missing" in name else small.text_rewards
+    status, run = small.run_script(script, flags_of(name, folder, out), rewards, optimizer_step=step_and_compare,
+                                   sample_answers=sample_and_keep)
+    assert status == 0
+    models = {key: small.state_of(unwrap_model(model)) for key, model in run.models.items()}
+    return {"models": models, "optimizer_steps": run.progress.optimizer_steps, **seen}
+
+
+def main(folder: Path) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    for name in CONFIGS | ONLY_RANKS:
+        result = run_config(name, folder, folder / name)
+        torch.save(result, folder / name / f"rank{dist.get_rank()}.pt")
+        dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

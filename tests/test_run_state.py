@@ -1,0 +1,281 @@
+"""How far a run is, what is left, and its folder: no metrics line lost, repeated or half written."""
+
+import argparse
+import json
+import math
+import os
+import signal
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from trainer import run_state
+from trainer.run_state import (
+    Progress, RunLog, end_epoch, finish_step, git_commit, passes, planned_rows, read_metrics_lines, resume_entries,
+    resumed_progress, start_tracker, train_until_done,
+)  # fmt: skip
+from trainer.trainer_utils import Interrupted
+
+
+def flags(tmp_path=None, **changes):
+    return argparse.Namespace(**{
+        "batch_size": 2, "epochs": 1, "max_steps": 0, "save_dir": str(tmp_path), "save_weight": "grpo", "run_dir": None,
+        "use_wandb": False, "wandb_project": "MiniMind-GRPO", "starter": False, "self_check": 0, "dry_run": False,
+        "eval_interval": 0, "check_sync": 0, "save_interval": 10, **changes,
+    })  # fmt: skip
+
+
+# ---------------------------------------------------------------------------------------------- how far, what is left
+def test_progress_counts_prompts_of_the_epoch_and_steps_of_the_run():
+    at = Progress().next_step(4).next_step(3)
+    assert at == Progress(epoch=0, consumed=7, step=2, optimizer_steps=0)
+    assert at.next_epoch() == Progress(epoch=1, consumed=0, step=2, optimizer_steps=0)
+
+
+@pytest.mark.parametrize(("progress", "size", "changes", "expected"), [
+    (Progress(), 8, {}, [[2, 2, 2, 2]]),
+    (Progress(), 7, {"epochs": 2}, [[2, 2, 2, 1], [2, 2, 2, 1]]),
+    (Progress(), 1, {}, [[1]]),  # fewer prompts than a batch
+    (Progress(), 8, {"max_steps": 3}, [[2, 2, 2]]),
+    (Progress(), 8, {"max_steps": 6, "epochs": 3}, [[2, 2, 2, 2], [2, 2], []]),
+    (Progress(), 8, {"max_steps": 99}, [[2, 2, 2, 2]]),
+    (Progress(consumed=5, step=3), 8, {}, [[2, 1]]),  # after another batch size: 3 prompts are left
+    (Progress(consumed=4, step=2), 8, {"max_steps": 3}, [[2]]),  # steps before the resume count
+    (Progress(epoch=1, consumed=2, step=5), 8, {"epochs": 2}, [[2, 2, 2]]),
+    (Progress(epoch=1, step=4), 8, {}, []),  # finished
+    (Progress(epoch=1, step=4), 8, {"epochs": 2}, [[2, 2, 2, 2]]),  # goes on
+    (Progress(consumed=4, step=2), 8, {"max_steps": 2}, [[]]),
+])  # fmt: skip
+def test_planned_rows(progress, size, changes, expected):
+    assert planned_rows(progress, size, flags(**changes)) == expected
+
+
+def test_planned_rows_count_all_ranks(monkeypatch):
+    monkeypatch.setattr(run_state, "rank_and_world", lambda: (1, 3))
+    assert planned_rows(Progress(), 14, flags()) == [[6, 6, 2]]
+
+
+def test_passes_finds_multiples_however_far_a_step_goes():
+    assert [passes(3, step, step + 1) for step in range(6)] == [False, False, True, False, False, True]
+    assert passes(3, 2, 9) and not passes(3, 3, 5) and not passes(0, 0, 99)
+
+
+def test_an_epoch_that_max_steps_cut_short_goes_on_after_resume():
+    """`--max_steps 2`, then `--max_steps 4 --from_resume 1`: the epoch is not over, so there is something to do."""
+    run = SimpleNamespace(progress=Progress(consumed=4, step=2), dataset=range(8))
+    end_epoch(run)
+    assert run.progress == Progress(consumed=4, step=2)
+    assert planned_rows(run.progress, 8, flags(max_steps=4)) == [[2, 2]]
+    run.progress = Progress(consumed=8, step=4)
+    end_epoch(run)
+    assert run.progress == Progress(epoch=1, step=4)
+
+
+def test_what_a_resume_file_tells(tmp_path):
+    data = tmp_path / "data.jsonl"
+    data.write_text("{}\n")
+    args = flags(data_path=str(data), folder=tmp_path, lam=0.95, names=["a"])
+    run = SimpleNamespace(progress=Progress(1, 2, 3, 4), log=SimpleNamespace(folder=tmp_path / "run"), before=None)
+    entries = resume_entries(run, args)
+    assert entries["args"]["lam"] == 0.95 and entries["args"]["run_dir"] is None and "folder" not in entries["args"]
+    assert entries["run_dir"] == str(tmp_path / "run") and entries["before"] is None
+    assert resumed_progress(entries, args) == run.progress
+    assert resumed_progress(None, args) == Progress()
+    data.write_text("{} \n")
+    with pytest.raises(ValueError, match="--data_path .*other content.*--from_resume 0"):
+        resumed_progress(entries, args)
+
+
+class Recorder:
+    """Stands for anything whose calls matter: remembers the names of its methods that were called."""
+
+    def __init__(self, **gives):
+        self.gives, self.called = gives, []
+
+    def __getattr__(self, name):
+        def call(*args, **kwargs):
+            self.called.append((name, *[value for value in args if isinstance(value, (int, str))]))
+            return self.gives.get(name)
+
+        return call
+
+
+def test_finish_step_does_what_is_due():
+    run = SimpleNamespace(progress=Progress(step=3), evaluator=Recorder(), log=None, models={})
+    saved = []
+    for step in (4, 6, 7):  # GRPO's accumulation finishes several steps at once
+        finish_step(run, flags(eval_interval=3, save_interval=2), Progress(step=step),
+                    lambda run, args: saved.append(run.progress.step))  # fmt: skip
+    assert saved == [4, 6] and run.evaluator.called == [("measure", 6)]
+    assert run.progress.step == 7
+
+
+def small_run(progress=None, plan=None, before=None):
+    return SimpleNamespace(progress=progress or Progress(), plan=[[2, 2]] if plan is None else plan, before=before,
+                           log=Recorder(), evaluator=Recorder(measure={"fresh": 1}), config=SimpleNamespace(
+                           hidden_size=8, use_moe=False), interrupts=run_state.Interrupts())  # fmt: skip
+
+
+def until_done(monkeypatch, run, train_epoch, **changes):
+    saved = []
+    monkeypatch.setattr(run_state, "report", lambda log, before, after, *rest: saved.append((before, after)))
+    status = train_until_done(run, flags("out", **changes), train_epoch, lambda run, args: saved.append("saved"),
+                              curves=[], script="train_grpo.py")  # fmt: skip
+    return status, saved
+
+
+def test_a_run_is_measured_trained_saved_measured_and_reported(monkeypatch):
+    run, trained = small_run(), []
+    status, saved = until_done(monkeypatch, run, lambda run, args, rows: trained.append(rows))
+    assert (status, trained, saved) == (0, [[2, 2]], ["saved", ({"fresh": 1}, {"fresh": 1})])
+    assert [name for name, *_ in run.evaluator.called] == ["measure", "measure"] and ("close",) in run.log.called
+
+
+@pytest.mark.parametrize("step", [0, 5])
+def test_a_resumed_run_keeps_its_first_evaluation(monkeypatch, step):
+    """Also one that was stopped before its first step: another line for step 0 would be a repetition."""
+    run = small_run(Progress(step=step), before={"old": 1})
+    _, saved = until_done(monkeypatch, run, lambda run, args, rows: None)
+    assert saved[-1] == ({"old": 1}, {"fresh": 1}) and run.evaluator.called == [("measure", step)]
+
+
+def test_a_finished_run_has_nothing_to_do(monkeypatch, capsys):
+    run = small_run(Progress(epoch=1, step=4), plan=[[]])
+    assert until_done(monkeypatch, run, None) == (0, [])
+    assert "nothing to do: 4 steps and 1 epochs are done; raise --epochs or --max_steps" in capsys.readouterr().out
+
+
+def test_a_signal_is_answered_with_a_checkpoint_and_its_status(monkeypatch, capsys):
+    def interrupted(run, args, rows):
+        run.interrupts.signal = 15
+        raise Interrupted
+
+    status, saved = until_done(monkeypatch, small_run(), interrupted)
+    assert (status, saved) == (143, ["saved"])
+    assert "stopped by a signal after step 0; saved, --from_resume 1 goes on" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("changes", "saves"), [({"self_check": 1}, ["saved"]), ({"dry_run": True}, [])])
+def test_a_signal_during_the_self_check_is_answered_too(monkeypatch, changes, saves):
+    """A dry run writes nothing, even then."""
+    run = small_run()
+    monkeypatch.setattr(run_state, "self_check", lambda run, args: os.kill(os.getpid(), signal.SIGINT))
+    assert until_done(monkeypatch, run, None, **changes) == (130, saves)
+
+
+# ---------------------------------------------------------------------------------------------- the run's folder
+def lines_of(folder):
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def open_log(tmp_path, resumed=None, **changes):
+    return RunLog(flags(tmp_path, **changes), {"batch_size": 9, "epochs": 1}, resumed, "cpu", 5)
+
+
+def test_run_folder_config_and_lines(tmp_path, capsys):
+    log = open_log(tmp_path)
+    assert log.folder.parent == tmp_path / "runs" and log.folder.name.startswith("grpo-2")
+    log.write({"step": 1, "reward": 0.5, "kl": math.nan, "note": "x"}, "Epoch:[1/1]")
+    log.write({"step": 2, "reward": math.inf, "kl": 0.25})
+    assert lines_of(log.folder) == [{"step": 1, "reward": 0.5, "kl": None, "note": "x"},
+                                    {"step": 2, "reward": None, "kl": 0.25}]
+    assert log.series("reward") == [0.5] and log.series("kl") == [0.25] and log.series("absent") == []
+    config = json.loads((log.folder / "config.json").read_text())
+    assert config["args"]["batch_size"] == 2 and config["changed"] == ["batch_size"] and config["device"] == "cpu"
+    assert set(config["versions"]) == {"python", "torch", "commit"} and config["command"] == sys.argv
+    shown = capsys.readouterr().out
+    assert "Epoch:[1/1]" in shown and "flags that differ from the defaults: batch_size=2" in shown
+    log.close()
+
+
+def test_run_dir_wins_then_the_resumed_run_s_own(tmp_path):
+    resumed = {"run_dir": str(tmp_path / "old"), "progress": {"step": 1}}
+    assert open_log(tmp_path, resumed).folder == tmp_path / "old"
+    assert open_log(tmp_path, resumed, run_dir=str(tmp_path / "given")).folder == tmp_path / "given"
+
+
+@pytest.mark.parametrize("half", ["", '{"step": 4, "rew', '{"step": 4}', "\x00\x00\x00", '["step"]\n', "\n\n"])
+def test_resume_drops_lines_after_the_saved_step_and_a_half_written_one(tmp_path, half):
+    """Killed after step 3 was logged, but only step 2 was saved: step 3 will be done, and logged, again."""
+    folder = tmp_path / "run"
+    log = open_log(tmp_path, run_dir=str(folder))
+    for step in (0, 1, 2, 2, 3):  # step 2 has a line of the evaluation as well
+        log.write({"step": step})
+    with open(log.path, "a") as file:
+        file.write(half)
+    resumed = open_log(tmp_path, {"run_dir": str(folder), "progress": {"step": 2}})
+    resumed.write({"step": 3})
+    assert [line["step"] for line in lines_of(folder)] == [0, 1, 2, 2, 3]
+    assert sorted(path.name for path in folder.iterdir()) == ["config.json", "metrics.jsonl"]
+
+
+def test_a_resumed_run_without_its_folder_starts_one(tmp_path):
+    log = open_log(tmp_path, {"run_dir": str(tmp_path / "gone"), "progress": {"step": 2}})
+    log.write({"step": 3})
+    assert lines_of(tmp_path / "gone") == [{"step": 3}]
+    assert read_metrics_lines(tmp_path / "absent") == []
+
+
+def test_a_folder_that_cannot_be_written_is_one_clear_error(tmp_path):
+    (tmp_path / "file").write_text("in the way")
+    with pytest.raises(RuntimeError, match="cannot write into the run's folder .*file/run: .*--run_dir"):
+        open_log(tmp_path, run_dir=str(tmp_path / "file" / "run"))
+    log = open_log(tmp_path)
+    log.path.unlink()
+    log.path.mkdir()
+    with pytest.raises(RuntimeError, match="cannot append to .*metrics.jsonl"):
+        log.write({"step": 1})
+
+
+def test_other_ranks_write_nothing(tmp_path, monkeypatch):
+    monkeypatch.setattr(run_state, "is_main_process", lambda: False)
+    log = open_log(tmp_path, use_wandb=True)
+    log.write({"step": 1})
+    log.advance(reward=1.0)
+    log.close()
+    assert list(tmp_path.iterdir()) == []
+
+
+# ---------------------------------------------------------------------------------------------- the tracker
+class Library(Recorder):
+    """A tracker's module: init gives itself."""
+
+    id = "run-7"
+
+    def init(self, **settings):
+        self.settings = settings
+        return self
+
+
+def test_the_tracker_gets_the_same_numbers(tmp_path, monkeypatch):
+    library = Library()
+    library.log = lambda metrics, step: library.called.append((step, metrics))
+    monkeypatch.setitem(sys.modules, "swanlab", None)  # not installed
+    monkeypatch.setitem(sys.modules, "wandb", library)
+    log = open_log(tmp_path, use_wandb=True)
+    log.write({"step": 1, "kl": math.nan})
+    log.close()
+    assert library.called == [(1, {"step": 1, "kl": None}), ("finish",)]
+    assert library.settings["project"] == "MiniMind-GRPO" and library.settings["config"]["batch_size"] == 2
+
+
+def test_no_tracker_installed_is_said_before_anything_is_trained(tmp_path, monkeypatch):
+    for name in ("swanlab", "wandb"):
+        monkeypatch.setitem(sys.modules, name, None)
+    with pytest.raises(RuntimeError, match="--use_wandb needs swanlab or wandb: pip install swanlab"):
+        open_log(tmp_path, use_wandb=True)
+    tracker = start_tracker(flags(), "run")
+    tracker.log({"a": torch.tensor(1.0)}, step=1)
+    tracker.finish()
+    assert tracker.id is None
+
+
+def test_git_commit_is_a_hash_or_nothing(monkeypatch):
+    commit = git_commit()
+    assert commit is None or len(commit) == 40
+    monkeypatch.setenv("GIT_DIR", "/nowhere")
+    assert git_commit() is None  # no repository
+    monkeypatch.setenv("PATH", "")
+    assert git_commit() is None  # no git

@@ -1,0 +1,159 @@
+"""What both scripts' flags have in common: value types that name what is wrong, and how --starter sets defaults.
+
+Imports neither torch nor transformers: a slip on the command line is refused in a fraction of a second, not after the
+seconds that importing them takes. The flags themselves are written out in each script.
+"""
+
+import argparse
+import math
+import sys
+from pathlib import Path
+
+REPO_ROOT = Path(__file__).resolve().parent.parent
+STARTER_DIR = REPO_ROOT / "model" / "starter"
+
+
+def _number(kind, low, high, low_open, words):
+    """An argparse `type` that parses with `kind` and refuses what lies outside the interval."""
+
+    def parse(text: str):
+        try:
+            value = kind(text)
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"expected {words}, got {text!r}") from None
+        below = value <= low if low_open else value < low
+        if not math.isfinite(value) or below or value > high:
+            raise argparse.ArgumentTypeError(f"expected {words}, got {text!r}")
+        return value
+
+    return parse
+
+
+positive_int = _number(int, 1, math.inf, False, "a whole number of at least 1")
+non_negative_int = _number(int, 0, math.inf, False, "a whole number of at least 0")
+at_least_two = _number(int, 2, math.inf, False, "a whole number of at least 2")
+positive_float = _number(float, 0.0, math.inf, True, "a number above 0")
+non_negative_float = _number(float, 0.0, math.inf, False, "a number of at least 0")
+fraction = _number(float, 0.0, 1.0, False, "a number from 0 to 1")
+positive_fraction = _number(float, 0.0, 1.0, True, "a number above 0, at most 1")
+any_float = _number(float, -math.inf, math.inf, False, "a finite number")
+
+
+def switch(text: str) -> int:
+    """0 or 1, MiniMind's way of writing a yes/no flag."""
+    if text not in ("0", "1"):
+        raise argparse.ArgumentTypeError(f"expected 0 or 1, got {text!r}")
+    return int(text)
+
+
+# What --starter points at, the same for both scripts; each adds its own sizes. Explicit flags win over all of it.
+STARTER_DEFAULTS = {
+    "hidden_size": 128,
+    "num_hidden_layers": 4,
+    "from_weight": "starter_sft",
+    "weight_dir": str(STARTER_DIR),
+    "data_path": str(REPO_ROOT / "dataset" / "rlaif_starter.jsonl"),
+    "eval_data_path": str(REPO_ROOT / "dataset" / "rlaif_starter_heldout.jsonl"),
+    "reward_model_path": str(STARTER_DIR / "reward_model"),
+    "dtype": "float32",
+    "num_workers": 0,
+    "max_seq_len": 128,
+    "max_gen_len": 64,
+    "thinking_ratio": 1.0,
+    "system_ratio": 0.0,
+}
+
+
+class FlagParser(argparse.ArgumentParser):
+    """argparse with one line for an error and short declarations: `add = parser.group(title)`, `add(name, kind, …)`."""
+
+    def __init__(self, description: str):
+        super().__init__(description=description, allow_abbrev=False,
+                         formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+
+    def error(self, message: str):
+        self.exit(2, f"error: {message} (see --help)\n")
+
+    def group(self, title: str):
+        """A function that declares flags of this group: add(name, kind, default, help).
+
+        kind: a type from this module, a list of choices, or `bool` for a flag without a value.
+        """
+        target = self.add_argument_group(title)
+
+        def add(name: str, kind, default, words: str) -> None:
+            if kind is bool:
+                target.add_argument(name, action="store_true", default=default, help=words)
+            elif isinstance(kind, list):
+                target.add_argument(name, choices=kind, default=default, help=words)
+            else:
+                target.add_argument(name, type=kind, default=default, help=words)
+
+        return add
+
+
+def add_input_flags(parser: FlagParser) -> None:
+    """Flags that say what a run starts from: sizes, weights, tokenizer, reward model, prompts."""
+    add = parser.group("model")
+    add("--hidden_size", positive_int, 768, "width of the model")
+    add("--num_hidden_layers", positive_int, 8, "layers of the model")
+    add("--use_moe", switch, 0, "1 = mixture of experts")
+    add("--from_weight", str, "full_sft", "weights to start from and to stay close to, "
+        "{weight_dir}/{from_weight}_{hidden_size}[_moe].pth; none = random")
+    add("--tokenizer_path", str, str(REPO_ROOT / "model"), "folder of the tokenizer the weights were trained with")
+    add("--reward_model_path", str, str(REPO_ROOT.parent / "internlm2-1_8b-reward"), "folder of the reward model; none "
+        "= text rules only")
+    add("--trust_remote_code", switch, 0, "1 = run Python code that a model folder brings along "
+        "(InternLM2-reward needs it)")
+
+    add = parser.group("data")
+    add("--data_path", str, str(REPO_ROOT / "dataset" / "rlaif.jsonl"), "JSONL of conversations")
+    add("--max_seq_len", positive_int, 768, "longest prompt in tokens; a longer one keeps its end")
+    add("--thinking_ratio", fraction, 0.9, "share of prompts that open a <think> block")
+    add("--system_ratio", fraction, 0.2, "share of prompts without a system turn that are given one")
+    add("--skip_bad_rows", switch, 0, "1 = leave out malformed rows and count them, 0 = stop at the first")
+    add("--num_workers", non_negative_int, 8, "processes that prepare prompts, at most one a CPU core; 0 = the trainer "
+        "itself")
+
+
+def add_file_flags(parser: FlagParser, *, save_weight: str, wandb_project: str) -> None:
+    """Flags that say where things lie, how often they are written, and what is shown."""
+    add = parser.group("files and logging")
+    add("--save_dir", str, str(REPO_ROOT / "out"), "folder for the trained weights and runs/")
+    add("--save_weight", str, save_weight, "name of the trained weights")
+    add("--weight_dir", str, None, "folder --from_weight is read from; None = save_dir")
+    add("--checkpoint_dir", str, str(REPO_ROOT / "checkpoints"), "folder for the resume file")
+    add("--run_dir", str, None, "folder for metrics.jsonl; None = {save_dir}/runs/{save_weight}-{time}")
+    add("--from_resume", switch, 0, "1 = go on from the resume file, if there is one")
+    add("--save_interval", positive_int, 10, "rollout steps between saves")
+    add("--log_interval", positive_int, 1, "rollout steps between logged lines")
+    add("--eval_data_path", str, None, "JSONL of held-out prompts; None = no evaluation")
+    add("--eval_prompts", non_negative_int, 100, "held-out prompts answered before and after; 0 = none")
+    add("--eval_interval", non_negative_int, 0, "rollout steps between evaluations; 0 = before and after only")
+    add("--self_check", switch, 1, "1 = before the first step, prove with one short answer that engine, trainer, "
+        "reference, reward and tokenizer agree")
+    add("--dry_run", bool, False, "that check and one step with short answers; show time and memory, write nothing")
+    add("--check_sync", non_negative_int, 0, "rollout steps between proofs that all ranks hold the same weights; 0 = "
+        "at the start only")
+    add("--debug_mode", bool, False, "print prompts, answers and rewards while training")
+    add("--debug_interval", positive_int, 20, "rollout steps between such prints")
+    add("--use_wandb", bool, False, "also log to swanlab or wandb, whichever is installed")
+    add("--wandb_project", str, wandb_project, "its project name")
+
+
+def parse_with_starter(parser: FlagParser, argv, starter_defaults: dict) -> argparse.Namespace:
+    """Parse `argv`; with --starter in it `starter_defaults` replace the defaults first, so explicit flags still win."""
+    argv = sys.argv[1:] if argv is None else argv
+    if "--starter" in argv:
+        parser.set_defaults(**starter_defaults)
+    args = parser.parse_args(argv)
+    if args.weight_dir is None:
+        args.weight_dir = args.save_dir
+    if args.logp_temperature is None:
+        args.logp_temperature = args.temperature
+    if args.max_seq_len + args.max_gen_len > 32768:
+        parser.error(
+            f"argument --max_seq_len/--max_gen_len: {args.max_seq_len} + {args.max_gen_len} tokens are more than the "
+            "model's 32768 positions; lower one of them"
+        )
+    return args
