@@ -147,7 +147,7 @@ def compact(running: Running, token: Tensor) -> Tensor:
 
 @contextmanager
 def evaluation_mode(model: nn.Module) -> Iterator[None]:
-    """Dropout and balance loss off inside; every module gets its own mode back afterwards."""
+    """Dropout and balance loss off inside; every module gets its own mode back afterwards, autocast its gradients."""
     training = [module for module in model.modules() if module.training]
     model.eval()
     try:
@@ -155,6 +155,9 @@ def evaluation_mode(model: nn.Module) -> Iterator[None]:
     finally:
         for module in training:
             module.training = True
+        # torch 2.6 keeps the half-precision copies of the weights made here without gradient, and an update under the
+        # same autocast would train nothing
+        torch.clear_autocast_cache()
 
 
 class Answers:

@@ -116,7 +116,7 @@ def config_from_state(state: dict[str, Tensor], source, **settings) -> MiniMindC
 
     Raises: ValueError naming `source` if it is not a MiniMind state dict.
     """
-    first = "model.layers.0."
+    state, first = with_both_tied(state), "model.layers.0."
     needed = [EMBEDDING, *(f"{first}self_attn.{part}.weight" for part in ("q_proj", "k_proj", "q_norm"))]
     experts = 1 + max((int(name.split(".")[5]) for name in state if name.startswith(f"{first}mlp.experts.")),
                       default=-1)  # fmt: skip
@@ -149,15 +149,19 @@ def expected_shapes(config: MiniMindConfig) -> dict[str, torch.Size]:
         return {name: tensor.shape for name, tensor in MiniMindForCausalLM(config).state_dict().items()}
 
 
+def with_both_tied(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """A copy of the dict in which a matrix that stands under one of the two tied names stands under both."""
+    found = [state[name] for name in (EMBEDDING, HEAD) if name in state]
+    return {**state, EMBEDDING: found[0], HEAD: found[-1]} if found else dict(state)
+
+
 def checked_state(state: dict[str, Tensor], shapes: dict[str, torch.Size], dtype: str, source) -> dict[str, Tensor]:
     """The weights on the CPU in `dtype`, each with memory of its own, `lm_head.weight` among them; no grad.
 
     Raises: ValueError naming `source` and the first weight that is missing, unknown, of another shape, or not finite
     (as it is, or once rounded to `dtype`). A server that loads such weights dies or answers noise.
     """
-    state = dict(state)
-    if EMBEDDING in state:
-        state.setdefault(HEAD, state[EMBEDDING])
+    state = with_both_tied(state)
     for name, shape in shapes.items():
         if name not in state:
             raise ValueError(f"{source}: {name} is missing; expected it with shape {tuple(shape)}")

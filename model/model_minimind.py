@@ -8,6 +8,7 @@ Letters: N rows, W padded width, T new columns of a call, H hidden size, D head 
 """
 
 from dataclasses import fields
+from functools import lru_cache
 from typing import ClassVar
 
 import torch
@@ -41,6 +42,21 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return x * cos + x.roll(x.shape[-1] // 2, dims=-1) * sin
 
 
+@lru_cache
+def _try_shared_heads(device_type: str, dtype: torch.dtype, head_dim: int) -> bool:
+    with torch.inference_mode(False), torch.enable_grad(), torch.autocast(device_type, enabled=False):
+        q = torch.zeros(1, 2, 8, head_dim, dtype=dtype, device=device_type, requires_grad=True)
+        out = F.scaled_dot_product_attention(q, q[:, :1], q[:, :1], is_causal=True, enable_gqa=True)
+    return "ScaledDotProduct" in out.grad_fn.name()
+
+
+@torch.compiler.assume_constant_result
+def fused_with_shared_heads(device_type: str, dtype: torch.dtype, head_dim: int) -> bool:
+    """Whether this torch has a fused kernel here for several query heads a key/value head (torch 2.6 has none on CPU,
+    CUDA has none for float32). Without one it would build the score matrix; asked once, by trying it."""
+    return _try_shared_heads(device_type, dtype, head_dim)
+
+
 def attend(q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None, dropout: float) -> Tensor:
     """Grouped-query attention [N, T, heads·D] through the fused kernels; grad flows.
 
@@ -54,8 +70,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None, dropout: flo
         out = F.scaled_dot_product_attention(q.reshape(n, kv_heads, -1, d), k, v, attn_mask=visible, dropout_p=dropout)
         return out.reshape(n, 1, heads * d)
     shared = heads != kv_heads
-    if shared and q.is_cuda and q.dtype == torch.float32:
-        # on CUDA only the half-precision kernels know shared heads: in float32 torch would fall back to a score matrix
+    if shared and not fused_with_shared_heads(q.device.type, q.dtype, d):
         k, v = (x.repeat_interleave(heads // kv_heads, dim=1) for x in (k, v))
         shared = False
     out = F.scaled_dot_product_attention(
