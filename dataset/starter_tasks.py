@@ -1,6 +1,6 @@
 """The starter's chat set: small sums with checkable answers, in English and Chinese, made from a seed.
 
-Six kinds of question (`KINDS`), each with several phrasings a language, a short worked reasoning and one right
+Five kinds of question (`KINDS`), each with several phrasings a language, a short worked reasoning and one right
 answer, a whole number. A question is held out when the numbers in it, in any order, fall into the held-out fifth
 (`is_held_out`). The choice knows neither kind nor phrasing nor language: where 47 + 35 is held out, so are 35 + 47,
 47 - 35 and "which is larger, 35 or 47".
@@ -14,10 +14,12 @@ import json
 from dataclasses import dataclass
 from random import Random
 
-KINDS = ("add", "sub", "compare", "extreme", "sequence", "digit_sum")
+KINDS = ("add", "sub", "compare", "extreme", "digit_sum")
+# Prompts for reinforcement learning and for the held-out set ask more often what the supervised model gets right now
+# and then: a group whose answers are all right, or all wrong, teaches nothing.
+PROMPT_KINDS = ("add", "digit_sum", "sub", "add", "compare", "digit_sum", "add", "sub", "extreme", "digit_sum")
 LANGUAGES = ("en", "zh")
 HELD_OUT_SHARE = 5  # one operand set in five is held out
-STEPS = (1, 2, 3, 4, 5, 10)  # of a sequence
 
 ANSWERS = {"en": "The answer is {}.", "zh": "答案是{}。"}
 
@@ -87,16 +89,6 @@ QUESTIONS = {
         "请找出最小的数：{a}，{b}，{c}。",
         "{a}，{b}和{c}里哪个数最小？",
     ),
-    ("sequence", "en"): (
-        "What comes next: {a}, {b}, {c}?",
-        "Continue the sequence {a}, {b}, {c}.",
-        "The numbers go {a}, {b}, {c}. What is the next one?",
-    ),
-    ("sequence", "zh"): (
-        "{a}，{b}，{c}，下一个数是多少？",
-        "请接着写数列：{a}，{b}，{c}。",
-        "找规律：{a}、{b}、{c}，后面是几？",
-    ),
     ("digit_sum", "en"): (
         "What is the sum of the digits of {a}?",
         "Add up the digits of {a}.",
@@ -142,7 +134,7 @@ class Task:
 
 
 def pick(rng, items):
-    """One item of a sequence, uniformly, from `rng.random()` alone (its stream is stable between Python versions)."""
+    """One of the items, uniformly, from `rng.random()` alone (its stream is stable between Python versions)."""
     return items[int(rng.random() * len(items))]
 
 
@@ -211,20 +203,6 @@ def _extreme(rng, language):
     return ("extreme_max" if largest else "extreme_min"), (a, b, c), working, answer
 
 
-def _sequence(rng, language):
-    step = pick(rng, STEPS)
-    start = integer(rng, 10, 99 - 3 * step)
-    terms = [start + step * place for place in range(4)]
-    if rng.random() < 0.5:
-        terms.reverse()
-    a, b, c, following = terms
-    sign = "+" if following > c else "-"
-    gap = f"{max(a, b)}-{min(a, b)}={step}"
-    last = f"{c}{sign}{step}={following}"
-    working = f"Step: {gap}. Next: {last}." if language == "en" else f"先求差：{gap}，下一个：{last}。"
-    return "sequence", (a, b, c), working, following
-
-
 def _digit_sum(rng, language):
     number = integer(rng, 100, 999)
     x, y, z = (int(digit) for digit in str(number))
@@ -234,7 +212,7 @@ def _digit_sum(rng, language):
 
 
 MAKERS = {
-    "add": _add, "sub": _sub, "compare": _compare, "extreme": _extreme, "sequence": _sequence, "digit_sum": _digit_sum,
+    "add": _add, "sub": _sub, "compare": _compare, "extreme": _extreme, "digit_sum": _digit_sum,
 }  # fmt: skip
 
 
@@ -255,12 +233,12 @@ def make_task(rng, kind, language, held_out):
 
 
 def make_tasks(count, seed, held_out):
-    """`count` tasks with different questions, kinds and languages in turn, in a shuffled order fixed by the seed."""
+    """`count` tasks with different questions, PROMPT_KINDS and languages in turn, shuffled; fixed by the seed."""
     rng = Random(seed)
     tasks, seen = [], set()
     while len(tasks) < count:
-        kind = KINDS[len(tasks) % len(KINDS)]
-        language = LANGUAGES[len(tasks) // len(KINDS) % len(LANGUAGES)]
+        kind = PROMPT_KINDS[len(tasks) % len(PROMPT_KINDS)]
+        language = LANGUAGES[len(tasks) // len(PROMPT_KINDS) % len(LANGUAGES)]
         task = make_task(rng, kind, language, held_out)
         if task.question not in seen:
             seen.add(task.question)

@@ -32,7 +32,10 @@ def parse_args(argv=None) -> argparse.Namespace:
     add("--max_position_embeddings", positive_int, 32768, "longest sequence in tokens that the model is meant for")
     add("--yarn", switch, 0, "1 = MiniMind's inference_rope_scaling (YaRN, factor 16 over 2048 positions)")
     add("--num_experts_per_tok", positive_int, 1, "experts a token goes through (models with experts)")
-    return parser.parse_args(argv)
+    args = parser.parse_args(argv)
+    if not Path(args.source).exists():
+        parser.error(f"source {args.source} not found; expected a .pth or a transformers folder")
+    return args
 
 
 if __name__ == "__main__":
@@ -116,8 +119,6 @@ def main(argv=None) -> int:
     """Convert; gives the process's exit status."""
     args = parse_args(argv)
     source, target = Path(args.source), Path(args.target)
-    if not source.exists():
-        raise FileNotFoundError(f"source {source} not found; expected a .pth or a transformers folder")
     check_target(target, args.overwrite)
     convert = folder_to_pth if source.is_dir() else pth_to_folder
     line = convert(source, target, args)

@@ -11,7 +11,7 @@ Stages build on each other and read what earlier ones wrote under --out:
 
 What is reproducible: data byte for byte everywhere, the tokenizer byte for byte with the releases of `tokenizers` tried
 (0.22.1 and 0.23.3). Weights come out bit for bit only with the same torch build, processor kind and --threads;
-elsewhere float sums round differently, training amplifies it, and accuracies land within some points of those committed.
+elsewhere float sums round differently, training amplifies it, and accuracies come out some points apart.
 """
 
 import argparse

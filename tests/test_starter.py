@@ -37,8 +37,6 @@ def solve(row):
     values = numbers(question)
     if any(word in question for word in ("digit", "数字")):
         return sum(map(int, str(values[0])))
-    if any(word in question for word in ("next", "sequence", "下一个", "数列", "规律")):
-        return values[-1] + (values[1] - values[0])
     if any(word in question for word in ("larg", "great", "big", "更大", "较大", "最大", "哪个数最大")):
         return max(values)
     if any(word in question for word in ("small", "less", "least", "更小", "较小", "最小")):
@@ -273,6 +271,17 @@ def test_labels_cover_the_response_and_its_end_only():
     assert labels.tolist() == [[-100, -100, -100, 8, 2], [-100, 9, 9, 2, -100]]
 
 
+def test_training_rows_end_their_responses_and_mix_modes(tokenizer):
+    rows = sft.training_rows(tokenizer, 400, seed=1)
+    assert all(response[-1] == 2 and response.count(2) == 1 for _, response in rows)
+    assert all(prompt[-1] != 2 and prompt[0] == 1 for prompt, _ in rows)
+    thinking = sum(26 in response for _, response in rows) / len(rows)  # </think> is written, not given
+    assert thinking == pytest.approx(1 - sft.SHARE_DIRECT, abs=0.06)  # four standard errors
+    assert all((26 in response) != (26 in prompt) for prompt, response in rows)
+    systems = sum("<|im_start|>system" in tokenizer.decode(prompt) for prompt, _ in rows) / len(rows)
+    assert systems == pytest.approx(sft.SHARE_SYSTEM, abs=0.06)
+
+
 def test_training_starts_from_the_seed_and_learns(tokenizer):
     losses = []
     for _ in range(2):
@@ -311,6 +320,37 @@ def test_reward_trains_on_what_the_loader_scores(tokenizer):
     with torch.no_grad():
         score = scorer.model.score(reward.body_states(scorer.model, torch.tensor([ids])))[0, -1, 0].item()
     assert score == pytest.approx(scorer.get_score(messages, answer), abs=1e-5)
+
+
+def test_group_loss_is_log_2_plus_the_answers_own_loss_at_the_start(tokenizer, sft_state):
+    """All scores are 0 at first: -log sigmoid(0) = ln 2, no pull to the middle, and the right answer's next-token loss."""
+    model = reward.new_model(sft_state)
+    task, right, worse = pairs.make_groups(1, 5, False)[0]
+    loss, _, answer_loss = reward.group_loss(model, tokenizer, [(task, right, worse)])
+    ids = torch.tensor([reward.conversation_ids(tokenizer, task.question, right)])
+    start = ids[0].tolist().index(1, 1)  # the assistant's <|im_start|>
+    language = sft.from_half_state(sft_state)
+    with torch.no_grad():
+        logps = language(ids).logits[0].log_softmax(-1)
+    expected = -sum(logps[place - 1, ids[0, place]] for place in range(start, ids.shape[1])) / (ids.shape[1] - start)
+    assert answer_loss == pytest.approx(expected.item(), rel=1e-4)
+    assert loss.item() == pytest.approx(0.693147 + reward.ANSWER_LOSS * answer_loss, rel=1e-4)
+
+
+def test_group_loss_lifts_right_answers_at_the_position_the_loader_reads(tokenizer, sft_state):
+    model = reward.new_model(sft_state)
+    group = pairs.make_groups(1, 5, False)[0]
+    texts = [group[1], *group[2]]
+    reward.group_loss(model, tokenizer, [group])[0].backward()
+    with torch.no_grad():
+        model.score.weight -= 1e-3 * model.score.weight.grad / model.score.weight.grad.norm()
+        rows = [torch.tensor([reward.conversation_ids(tokenizer, group[0].question, text)]) for text in texts]
+        scores = [model(input_ids=row).logits[0, 0].item() for row in rows]
+        states = [reward.body_states(model, row)[0, -1] for row in rows]
+    assert scores[0] > sum(scores[1:]) / 3
+    # At zero scores the head's gradient is minus half the mean difference of the states, right minus worse.
+    mean_difference = sum(states[0] - state for state in states[1:]) / 3
+    torch.testing.assert_close(model.score.weight.grad[0], -0.5 * mean_difference, atol=1e-4, rtol=1e-3)
 
 
 def test_worse_answers_are_worse():
