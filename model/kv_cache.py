@@ -104,3 +104,44 @@ class KVCache:
                 kept = old[:, :, : self.filled].index_select(0, rows)
                 old[: len(rows), :, : self.filled] = kept
                 store[layer] = old[: len(rows)]
+
+
+class SharedPrompts:
+    """Keys and values of B prompts that G answers each attend to, with gradient: a KVCache for one training forward.
+
+    The first call (the prompts) stores its keys and values; after `share(G)` the second (N = B·G answers) is given
+    them in front of its own. Nothing is written in place, so gradients flow back and add up over a prompt's answers.
+    """
+
+    def __init__(self, layers: int):
+        self.keys: list[Tensor | None] = [None] * layers
+        self.values: list[Tensor | None] = [None] * layers
+        self.filled, self.copies = 0, 0
+        self.lengths: Tensor | None = None
+
+    def share(self, copies: int) -> None:
+        """From now on rows are answers, `copies` a prompt in a row."""
+        self.copies, self.lengths = copies, self.lengths.repeat_interleave(copies)
+
+    def look_ahead(self, t: int) -> tuple[Tensor, Tensor]:
+        """Positions long [N, t] of the answers' columns, and what each may see, bool [N, 1, t, prompt columns + t]."""
+        steps = torch.arange(t, device=self.lengths.device)
+        prompt = torch.arange(self.filled, device=steps.device) < self.lengths[:, None]
+        earlier = steps <= steps[:, None]
+        seen = torch.cat([prompt[:, None].expand(-1, t, -1), earlier.expand(len(prompt), -1, -1)], dim=2)
+        return self.lengths[:, None] + steps, seen[:, None]
+
+    def write(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Keep the prompts' k, v [B, kv heads, P, D]; give answers' k, v [N, kv heads, t, D] with theirs in front."""
+        if self.copies == 0:
+            self.keys[layer], self.values[layer] = k, v
+            return k, v
+        before = (x.repeat_interleave(self.copies, dim=0) for x in (self.keys[layer], self.values[layer]))
+        return tuple(torch.cat(pair, dim=2) for pair in zip(before, (k, v), strict=True))
+
+    def advance(self, t: int, real: Tensor | None = None) -> None:
+        """Count the prompts' columns, of which real bool [B, t] (packed left; None = all) are tokens."""
+        if self.copies == 0:
+            rows = self.keys[0].shape[0]
+            full = torch.full((rows,), t, dtype=torch.long, device=self.keys[0].device)
+            self.filled, self.lengths = t, full if real is None else real.sum(dim=1)

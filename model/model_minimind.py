@@ -19,7 +19,7 @@ from transformers.modeling_outputs import MoeCausalLMOutputWithPast
 
 from model.configuration import MiniMindConfig, rotary_tables
 from model.decoding import DecodingMixin
-from model.kv_cache import KVCache, pack_left
+from model.kv_cache import KVCache, SharedPrompts, pack_left
 
 # transformers 5 renamed the field of its outputs; `.past_key_values` reads it in every version
 CACHE_FIELD = "cache" if "cache" in {f.name for f in fields(MoeCausalLMOutputWithPast)} else "past_key_values"
@@ -271,6 +271,31 @@ class MiniMindModel(nn.Module):
             hidden = hidden.flatten(0, 1).index_select(0, back).view_as(hidden)
         return hidden, cache, aux_loss
 
+    def answer_states(
+        self, prompt_ids: Tensor, prompt_mask: Tensor, answer_ids: Tensor, answer_mask: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """(states that predict each answer token [N, R, H], balance loss []), each prompt read once for its answers.
+
+        Equal to reading prompt and answer of every row as one sequence, in value and in gradient; in the balance loss
+        of experts a prompt's tokens count once, and not once an answer.
+        Args: prompt_ids, prompt_mask [B, P], padded on either side; answer_ids, answer_mask [N, R], padded on the
+            right; row i answers prompt i // (N // B).
+        Raises: ValueError if N is not a multiple of B.
+        """
+        copies = len(answer_ids) // max(len(prompt_ids), 1)
+        if copies * len(prompt_ids) != len(answer_ids) or copies == 0:
+            raise ValueError(f"{len(answer_ids)} answers to {len(prompt_ids)} prompts: expected as many for each")
+        shared = SharedPrompts(self.config.num_hidden_layers)
+        prompts, _, prompt_loss = self(prompt_ids, prompt_mask, past_key_values=shared)
+        columns = torch.arange(prompt_ids.shape[1], device=prompt_ids.device)
+        last = columns.masked_fill(~prompt_mask.bool(), -1).amax(dim=1)
+        first = prompts[torch.arange(len(prompts), device=last.device), last].repeat_interleave(copies, dim=0)
+        shared.share(copies)
+        answers, _, answer_loss = self(answer_ids, answer_mask, past_key_values=shared)
+        share = prompt_mask.sum() / (prompt_mask.sum() + answer_mask.sum())  # of the tokens that chose an expert
+        balance_loss = share * prompt_loss + (1 - share) * answer_loss
+        return torch.cat([first[:, None], answers[:, :-1]], dim=1), balance_loss
+
     def _check_inputs(self, input_ids: Tensor, attention_mask: Tensor | None, cache: KVCache | None) -> Tensor | None:
         """The mask of the new columns as bool [N, T], or None without a mask; ValueError for what does not fit."""
         if input_ids.dim() != 2 or input_ids.shape[1] == 0:
@@ -339,14 +364,21 @@ class MiniMindForCausalLM(DecodingMixin, PreTrainedModel):
         use_cache: bool = False,
         logits_to_keep: int | Tensor = 0,
         labels: Tensor | None = None,
+        prompts: tuple[Tensor, Tensor] | None = None,
     ) -> MoeCausalLMOutputWithPast:
         """Logits [N, k, V], with hidden_states = the final normed hidden states [N, T, H]; grad flows.
+
+        With `prompts` = (ids, mask) [B, P], input_ids [N, R] are right-padded answers, and the logits [N, R, V] are
+        those that predict each of them; see MiniMindModel.answer_states.
 
         Args: as MiniMindModel.forward; logits_to_keep: 0 = every column, k = the last k, a tensor = those columns;
             labels long [N, T]: loss is the mean cross-entropy of each next token, -100 left out (without aux_loss).
         """
         if isinstance(logits_to_keep, int) and logits_to_keep < 0:
             raise ValueError(f"logits_to_keep is {logits_to_keep}: it must be at least 0 (0 = every column)")
+        if prompts is not None:
+            hidden, aux_loss = self.model.answer_states(*prompts, input_ids, attention_mask)
+            return MoeCausalLMOutputWithPast(aux_loss=aux_loss, logits=self.lm_head(hidden), hidden_states=hidden)
         hidden, cache, aux_loss = self.model(input_ids, attention_mask, past_key_values, use_cache)
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         logits = self.lm_head(hidden[:, kept])

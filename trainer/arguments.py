@@ -6,6 +6,7 @@ seconds that importing them takes. The flags themselves are written out in each 
 
 import argparse
 import math
+import re
 import sys
 from pathlib import Path
 
@@ -19,10 +20,11 @@ def _number(kind, low, high, low_open, words):
     def parse(text: str):
         try:
             value = kind(text)
-        except ValueError:
+            finite = math.isfinite(value)
+        except (ValueError, OverflowError):
             raise argparse.ArgumentTypeError(f"expected {words}, got {text!r}") from None
         below = value <= low if low_open else value < low
-        if not math.isfinite(value) or below or value > high:
+        if not finite or below or value > high:
             raise argparse.ArgumentTypeError(f"expected {words}, got {text!r}")
         return value
 
@@ -31,12 +33,28 @@ def _number(kind, low, high, low_open, words):
 
 positive_int = _number(int, 1, math.inf, False, "a whole number of at least 1")
 non_negative_int = _number(int, 0, math.inf, False, "a whole number of at least 0")
+seed_number = _number(int, 0, 2**63 - 1, False, "a whole number from 0 to 2**63 - 1")
 at_least_two = _number(int, 2, math.inf, False, "a whole number of at least 2")
 positive_float = _number(float, 0.0, math.inf, True, "a number above 0")
 non_negative_float = _number(float, 0.0, math.inf, False, "a number of at least 0")
 fraction = _number(float, 0.0, 1.0, False, "a number from 0 to 1")
 positive_fraction = _number(float, 0.0, 1.0, True, "a number above 0, at most 1")
 any_float = _number(float, -math.inf, math.inf, False, "a finite number")
+
+
+def model_width(text: str) -> int:
+    """A width that MiniMind's 8 heads divide into even sizes."""
+    value = positive_int(text)
+    if value % 16:
+        raise argparse.ArgumentTypeError(f"expected a multiple of 16 (8 heads of an even size), got {text!r}")
+    return value
+
+
+def device_name(text: str) -> str:
+    """auto, cpu, cuda or cuda:K; whether this machine has it is found out later."""
+    if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", text):
+        raise argparse.ArgumentTypeError(f"expected auto, cpu, cuda or cuda:K, got {text!r}")
+    return text
 
 
 def switch(text: str) -> int:
@@ -95,7 +113,7 @@ class FlagParser(argparse.ArgumentParser):
 def add_input_flags(parser: FlagParser) -> None:
     """Flags that say what a run starts from: sizes, weights, tokenizer, reward model, prompts."""
     add = parser.group("model")
-    add("--hidden_size", positive_int, 768, "width of the model")
+    add("--hidden_size", model_width, 768, "width of the model, a multiple of 16")
     add("--num_hidden_layers", positive_int, 8, "layers of the model")
     add("--use_moe", switch, 0, "1 = mixture of experts")
     add("--from_weight", str, "full_sft", "weights to start from and to stay close to, "

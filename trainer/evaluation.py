@@ -151,8 +151,10 @@ def comparison_table(before: dict, after: dict) -> list[str]:
 
 def sample_lines(before: dict, after: dict) -> list[str]:
     """Up to three held-out prompts with their greedy answers before and after."""
-    lines = []
-    for first, last in zip(before["samples"], after["samples"], strict=True):
+    lines, answered = [], {entry["prompt"]: entry for entry in after["samples"]}
+    # A run resumed on another number of ranks kept answers to other prompts: show those it has from both times.
+    for first in (entry for entry in before["samples"] if entry["prompt"] in answered):
+        last = answered[first["prompt"]]
         expected = f"   (expected {last['answer']})" if last["answer"] else ""
         lines.append(f"prompt: {last['prompt']}{expected}")
         lines += [f"  {when}: {_one_line(entry['response'])}" for when, entry in (("before", first), ("after ", last))]
@@ -169,7 +171,8 @@ def report(run_log, before: dict | None, after: dict | None, weights: Path, curv
     if not is_main_process():
         return
     lines = ["", "=" * 84]
-    if before is not None and after is not None:
+    # Resumed with another --eval_prompts, there are no pairs to compare.
+    if before is not None and after is not None and len(before["per_prompt"]) == len(after["per_prompt"]):
         lines += comparison_table(before, after) + [""] + sample_lines(before, after) + [""]
     series = {name: run_log.series(name) for name in curves}
     picture = draw_curve(series, run_log.folder / "curve.png")

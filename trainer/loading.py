@@ -113,18 +113,17 @@ def load_tokenizer(tokenizer_path: str, trust_remote_code: bool = False):
 
 
 def init_model(lm_config: MiniMindConfig, from_weight: str = "pretrain", tokenizer_path=None, save_dir=None,
-               device: str = "cpu", *, tokenizer=None, seed: int | None = None):
+               device: str = "cpu", *, tokenizer=None, seed: int | None = None, state: dict | None = None):
     """(model, tokenizer): a MiniMindForCausalLM with the weights `{save_dir}/{from_weight}_{hidden}[_moe].pth`.
 
     The vocabulary is that of the weights, or of the tokenizer when from_weight is "none" (random weights from `seed`,
     the same for actor and reference). Loading is strict. `lm_config.vocab_size` and the special ids are set to match.
+    state: what `read_state` gave, to save reading it again.
     Raises: FileNotFoundError, or ValueError naming missing layers, wrong sizes, or a tokenizer larger than the model.
     """
     tokenizer = tokenizer or load_tokenizer(str(tokenizer_path or REPO_ROOT / "model"))
-    state = None
-    if from_weight != "none":
-        state = load_weights(weights_path(save_dir or REPO_ROOT / "out", from_weight, lm_config), lm_config)
-    fit_vocabulary(lm_config, tokenizer, state)
+    if state is None:
+        state = read_state(lm_config, from_weight, save_dir or REPO_ROOT / "out", tokenizer)
     if seed is not None:
         torch.manual_seed(seed)
     model = MiniMindForCausalLM(lm_config)
@@ -132,6 +131,18 @@ def init_model(lm_config: MiniMindConfig, from_weight: str = "pretrain", tokeniz
         model.load_state_dict(state, strict=True)
     get_model_params(model, lm_config)
     return model.to(device), tokenizer
+
+
+def read_state(lm_config: MiniMindConfig, from_weight: str, folder, tokenizer) -> dict | None:
+    """The checked state dict of `{folder}/{from_weight}_{hidden}[_moe].pth`, None for "none"; sets the vocabulary.
+
+    Raises: as `load_weights` and `fit_vocabulary`.
+    """
+    state = None
+    if from_weight != "none":
+        state = load_weights(weights_path(folder, from_weight, lm_config), lm_config)
+    fit_vocabulary(lm_config, tokenizer, state)
+    return state
 
 
 def fit_vocabulary(lm_config: MiniMindConfig, tokenizer, state: dict | None) -> None:
@@ -188,7 +199,7 @@ def check_inputs(args, config: MiniMindConfig) -> None:
         raise FileNotFoundError(f"held-out data {args.eval_data_path} not found: name a JSONL file with "
                                 "--eval_data_path, or leave the flag out")
     if args.reward_model_path != "none":
-        check_reward_model_path(args.reward_model_path)
+        check_reward_model_path(args.reward_model_path, trust_remote_code=bool(args.trust_remote_code))
 
 
 def check_resumed_flags(saved: dict, args) -> None:
@@ -250,8 +261,9 @@ def load_roles(args, device: str, *, with_reference: bool) -> Roles:
     resumed = lm_checkpoint(config, args.save_weight, save_dir=args.checkpoint_dir) if args.from_resume else None
     if resumed:
         check_resumed_flags(resumed["args"], args)
+    state = read_state(config, args.from_weight, args.weight_dir, tokenizer)
     reward_model = open_reward_model(args, device)
-    start = {"save_dir": args.weight_dir, "device": device, "tokenizer": tokenizer, "seed": args.seed}
+    start = {"save_dir": args.weight_dir, "device": device, "tokenizer": tokenizer, "seed": args.seed, "state": state}
     model = without_dropout(init_model(config, args.from_weight, **start)[0])
     reference = None
     if with_reference:

@@ -66,6 +66,20 @@ def compute_per_token_logps(model: nn.Module, input_ids: Tensor, n_keep: int, at
     return score_tokens(model, input_ids, n_keep, attention_mask, temperature)[0]
 
 
+def score_answers(model: nn.Module, rollout: "RolloutResult", num_generations: int, temperature: float):
+    """As `score_tokens` for a whole rollout: (log-probs float32 [N, R], balance loss []).
+
+    A MiniMindForCausalLM reads each prompt once for its answers, with the same value and gradient as reading it again
+    for each; any other model gets prompt and answer of every row.
+    """
+    mask, width = rollout.attention_mask.long(), rollout.completion_ids.size(1)
+    if num_generations == 1 or not isinstance(unwrap_model(model), MiniMindForCausalLM):
+        return score_tokens(model, rollout.output_ids, width, mask, temperature)
+    prompts = (rollout.output_ids[::num_generations, :-width], mask[::num_generations, :-width])
+    output = model(rollout.completion_ids, attention_mask=mask[:, -width:], prompts=prompts)
+    return selective_logps(output.logits, rollout.completion_ids, temperature=temperature), output.aux_loss
+
+
 # ---------------------------------------------------------------------------------------------- randomness
 def row_uniforms(row_keys: list[tuple[int, ...]], width: int) -> Tensor:
     """float64 [N, width] in [0, 1): row i is a function of row_keys[i] alone, and a longer row only adds to a shorter.

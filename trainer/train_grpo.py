@@ -15,8 +15,8 @@ if __package__ in (None, ""):
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from trainer.arguments import (
-    STARTER_DEFAULTS, FlagParser, add_file_flags, add_input_flags, at_least_two, non_negative_float, non_negative_int,
-    parse_with_starter, positive_float, positive_fraction, positive_int, switch,
+    STARTER_DEFAULTS, FlagParser, add_file_flags, add_input_flags, at_least_two, device_name, non_negative_float,
+    non_negative_int, parse_with_starter, positive_float, positive_fraction, positive_int, seed_number, switch,
 )  # fmt: skip
 
 STARTER = {**STARTER_DEFAULTS, "batch_size": 16, "num_generations": 8, "learning_rate": 1e-4, "beta": 0.01,
@@ -32,8 +32,8 @@ def parse_args(argv=None) -> argparse.Namespace:
     add("--max_steps", non_negative_int, 0, "stop after this many rollout steps in all, counting those before a "
         "resume; 0 = all epochs")
     add("--epochs", positive_int, 1, "passes over the prompts")
-    add("--seed", non_negative_int, 42, "fixes data order, sampling and random weights")
-    add("--device", str, "auto", "auto (CUDA where there is one), cpu, cuda or cuda:K")
+    add("--seed", seed_number, 42, "fixes data order, sampling and random weights")
+    add("--device", device_name, "auto", "auto (CUDA where there is one), cpu, cuda or cuda:K")
     add_input_flags(parser)
 
     add = parser.group("rollout")
@@ -85,9 +85,7 @@ from trainer.rewards import calculate_rewards
 from trainer.rl_math import (
     cispo_policy_loss, group_relative_advantages, grpo_policy_loss, masked_mean, sequence_mean, token_kl_penalty,
 )  # fmt: skip
-from trainer.rollout_engine import (
-    RolloutResult, compute_per_token_logps, create_rollout_engine, sample_answers, score_tokens,
-)  # fmt: skip
+from trainer.rollout_engine import RolloutResult, create_rollout_engine, sample_answers, score_answers
 from trainer.run_state import (
     Progress, RunState, end_epoch, finish_step, planned_rows, resume_entries, resumed_progress, run_parts,
     train_until_done, windows,
@@ -130,14 +128,14 @@ def update(run: Run, args, rollout: RolloutResult, rewards: Tensor, real: Tensor
     run.window_rows += all_reduce_sum(rows.float()).item()
     advantages = group_relative_advantages(rewards, args.num_generations)
     mask = rollout.completion_mask & counted[:, None]
-    inputs = (rollout.output_ids, mask.size(1), rollout.attention_mask.long(), args.logp_temperature)
+    inputs = (rollout, args.num_generations, args.logp_temperature)
     ref_logps = None
     if run.reference is not None:
         with autocast_context(run.device, args.dtype), torch.no_grad():
-            ref_logps = compute_per_token_logps(run.reference, *inputs)
+            ref_logps, _ = score_answers(run.reference, *inputs)
     with grad_sync(run.policy, sync=last):
         with autocast_context(run.device, args.dtype):
-            logps, aux_loss = score_tokens(run.policy, *inputs)
+            logps, aux_loss = score_answers(run.policy, *inputs)
         # The policy has not moved since it sampled, so its own log-probs are the old ones: the ratio is exactly 1.
         old_logps = logps.detach()
         if args.loss_type == "cispo":

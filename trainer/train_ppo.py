@@ -16,8 +16,8 @@ if __package__ in (None, ""):
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from trainer.arguments import (
-    STARTER_DEFAULTS, FlagParser, add_file_flags, add_input_flags, any_float, fraction, non_negative_float,
-    non_negative_int, parse_with_starter, positive_float, positive_fraction, positive_int, switch,
+    STARTER_DEFAULTS, FlagParser, add_file_flags, add_input_flags, any_float, device_name, fraction, non_negative_float,
+    non_negative_int, parse_with_starter, positive_float, positive_fraction, positive_int, seed_number, switch,
 )  # fmt: skip
 
 STARTER = {**STARTER_DEFAULTS, "batch_size": 64, "mini_batch_size": 32, "learning_rate": 1e-4,
@@ -34,8 +34,8 @@ def parse_args(argv=None) -> argparse.Namespace:
     add("--max_steps", non_negative_int, 0, "stop after this many rollout steps in all, counting those before a "
         "resume; 0 = all epochs")
     add("--epochs", positive_int, 1, "passes over the prompts")
-    add("--seed", non_negative_int, 42, "fixes data order, sampling and random weights")
-    add("--device", str, "auto", "auto (CUDA where there is one), cpu, cuda or cuda:K")
+    add("--seed", seed_number, 42, "fixes data order, sampling and random weights")
+    add("--device", device_name, "auto", "auto (CUDA where there is one), cpu, cuda or cuda:K")
     add_input_flags(parser)
 
     add = parser.group("rollout")

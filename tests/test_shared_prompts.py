@@ -1,0 +1,75 @@
+"""A prompt read once for its answers gives what reading it again for each answer gives, in value and in gradient."""
+
+import pytest
+import torch
+
+from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
+from trainer.rl_math import selective_logps
+from trainer.rollout_engine import score_tokens
+
+B, G, P, R, V = 3, 4, 9, 6, 50
+
+
+def batch():
+    """Left-padded prompts of 9, 5 and 1 tokens; answers of 1 to 6 tokens; the padding holds arbitrary ids."""
+    generator = torch.Generator().manual_seed(3)
+    prompts = torch.randint(V, (B, P), generator=generator)
+    answers = torch.randint(V, (B * G, R), generator=generator)
+    prompt_mask = torch.arange(P) >= torch.tensor([0, 4, 8])[:, None]
+    answer_mask = torch.arange(R) < (torch.arange(B * G) % R + 1)[:, None]
+    return prompts, prompt_mask, answers, answer_mask
+
+
+def gradients(model, logps, mask):
+    weights = torch.linspace(-1.0, 2.0, logps.numel()).view_as(logps)
+    (logps * weights)[mask].sum().backward()
+    found = {name: p.grad.clone() for name, p in model.named_parameters()}
+    model.zero_grad()
+    return found
+
+
+def test_values_and_gradients_equal_the_repeated_prompt():
+    torch.manual_seed(0)
+    model = MiniMindForCausalLM(MiniMindConfig(hidden_size=64, num_hidden_layers=2, vocab_size=V)).train()
+    prompts, prompt_mask, answers, answer_mask = batch()
+    ids = torch.cat([prompts.repeat_interleave(G, 0), answers], dim=1)
+    mask = torch.cat([prompt_mask.repeat_interleave(G, 0), answer_mask], dim=1)
+    repeated, _ = score_tokens(model, ids, R, mask.long(), 0.8)
+    expected = gradients(model, repeated, answer_mask)
+    output = model(answers, attention_mask=answer_mask, prompts=(prompts, prompt_mask))
+    shared = selective_logps(output.logits, answers, temperature=0.8)
+    torch.testing.assert_close(shared[answer_mask], repeated[answer_mask], atol=1e-5, rtol=0)
+    found = gradients(model, shared, answer_mask)
+    for name in expected:
+        torch.testing.assert_close(found[name], expected[name], atol=1e-5, rtol=1e-4)
+
+
+def test_padding_of_prompts_and_answers_does_not_matter():
+    torch.manual_seed(0)
+    model = MiniMindForCausalLM(MiniMindConfig(hidden_size=64, num_hidden_layers=2, vocab_size=V))
+    prompts, prompt_mask, answers, answer_mask = batch()
+    once = model(answers, attention_mask=answer_mask, prompts=(prompts, prompt_mask)).logits
+    other = model(answers.masked_fill(~answer_mask, 7), attention_mask=answer_mask,
+                  prompts=(prompts.masked_fill(~prompt_mask, 9), prompt_mask)).logits
+    torch.testing.assert_close(once[answer_mask], other[answer_mask], atol=1e-6, rtol=0)
+
+
+def test_experts_balance_counts_a_prompt_once():
+    """The loss is a mean of the prompts' and the answers' own, weighted by their tokens: it keeps the scale of one."""
+    torch.manual_seed(0)
+    model = MiniMindForCausalLM(
+        MiniMindConfig(hidden_size=64, num_hidden_layers=2, vocab_size=V, use_moe=True)
+    ).train()
+    prompts, prompt_mask, answers, answer_mask = batch()
+    aux = model(answers, attention_mask=answer_mask, prompts=(prompts, prompt_mask)).aux_loss
+    # one layer's loss is at least coefficient · 1 for balanced experts and at most coefficient · E
+    assert 2 * 5e-4 * 0.9 < aux.item() < 2 * 5e-4 * 4
+    aux.backward()
+    assert model.model.layers[0].mlp.gate.weight.grad.abs().sum() > 0
+
+
+def test_answers_must_divide_by_prompts():
+    model = MiniMindForCausalLM(MiniMindConfig(hidden_size=64, num_hidden_layers=1, vocab_size=V))
+    prompts, prompt_mask, answers, answer_mask = batch()
+    with pytest.raises(ValueError, match="11 answers to 3 prompts"):
+        model(answers[:11], attention_mask=answer_mask[:11], prompts=(prompts, prompt_mask))
