@@ -7,6 +7,7 @@ an error that names the request; nothing is padded, shifted or filled in.
 
 import math
 import os
+import re
 import time
 from pathlib import Path
 from typing import NamedTuple
@@ -92,7 +93,7 @@ class SGLangServer:
 
     def __init__(self, url: str, *, timeout: float = 120.0, connections: int = 64, backoff: float = 0.25):
         self.url, self.timeout, self.backoff = url.rstrip("/"), timeout, backoff
-        if urlsplit(self.url).scheme not in ("http", "https") or not urlsplit(self.url).hostname:
+        if not re.fullmatch(r"https?://[^/:\s]+(:\d{1,5})?|https?://\[[0-9a-fA-F:]+\](:\d{1,5})?", self.url):
             raise ValueError(f"SGLang server {url!r}: expected http://host:port (--sglang_base_url)")
         self.session = requests.Session()
         # A proxy from the environment would be asked for 127.0.0.1 and answer with its own 502.
@@ -100,6 +101,7 @@ class SGLangServer:
         self.session.mount(f"{urlsplit(self.url).scheme}://", requests.adapters.HTTPAdapter(pool_maxsize=connections))
         self.key = os.environ.get("SGLANG_API_KEY")
         self.admin_key = os.environ.get("SGLANG_ADMIN_API_KEY") or self.key
+        self.known = False  # whether it has been asked for what follows
         self.context: int | None = None  # longest prompt + answer in tokens, where the server says so
         self.takes_seeds = True
         self.sent_version: str | None = None  # of the weights it was last given by us
@@ -142,7 +144,7 @@ class SGLangServer:
                 return response
             problem, lost = f"{path}: HTTP {response.status_code}: {error_text(response)}", response.status_code == 503
         if lost:
-            self.sent_version = None
+            self.forget()
             raise ServerLost(self, problem)
         raise ServerError(f"{self.url}{problem}")
 
@@ -196,15 +198,19 @@ class SGLangServer:
                 told = now
             time.sleep(min(1.0, 4 * self.backoff))
 
+    def forget(self) -> None:
+        """It may come back as another process: nothing that was known of it holds."""
+        self.sent_version, self.known = None, False
+
     def learn(self) -> dict:
-        """What the server says of itself (model and server information merged, {} if nothing); sets `context`."""
+        """What the server says of itself (server and model information merged, {} if nothing); sets `context`."""
         info = {**self._ask("/server_info", "/get_server_info"), **self._ask("/model_info", "/get_model_info")}
         models = self._ask("/v1/models").get("data")
         if isinstance(models, list) and models and isinstance(models[0], dict):
             length = models[0].get("max_model_len")
             self.context = length if isinstance(length, int) and length > 0 else None
         # Before 0.5.3 an unknown sampling parameter is an internal server error.
-        self.takes_seeds = _version_numbers(info.get("version")) >= (0, 5, 3)
+        self.takes_seeds, self.known = _version_numbers(info.get("version")) >= (0, 5, 3), True
         return info
 
     def holds(self, version: str, folder: Path) -> bool:
@@ -303,7 +309,7 @@ class SGLangServer:
         if version is not None and served not in (None, version):
             info = self._ask("/model_info", "/get_model_info")
             if info.get("weight_version") != version:
-                self.sent_version = None
+                self.forget()
                 raise ServerLost(self, f"{job.name} was answered by weights {served!r}, not by {version!r}")
         return answer
 

@@ -179,17 +179,18 @@ class SGLangRolloutEngine(RolloutEngine):
         return self.versions.number
 
     def _refresh(self) -> None:
-        """Give every server the newest version unless it has it (one that was restarted does not)."""
+        """Get to know every server, and give it the newest version unless it has it (a restarted one does not)."""
 
         def give(server: SGLangServer) -> None:
-            if not server.holds(version, folder):
+            if not server.known:
+                server.learn()
+            if version is not None and not server.holds(version, folder):
                 if server.sent_version == version:
                     Logger(f"{server.url} has lost its weights (restarted?): version {version} is sent again")
                 server.update_weights(folder, version)
 
         version, folder = self.versions.version, self.versions.folder
-        if version is not None:
-            self._in_parallel(give, self.servers)
+        self._in_parallel(give, self.servers)
 
     def _with_recovery(self, action: Callable):
         """`action()`; when a server is lost meanwhile, wait until it is back and do it again, as a whole.
@@ -202,7 +203,6 @@ class SGLangRolloutEngine(RolloutEngine):
             try:
                 if gone is not None:
                     gone.wait_until_ready(self.wait, self.launch_command(gone))
-                    gone.learn()
                 return action()
             except ServerLost as lost:
                 if attempt == RECOVERIES:

@@ -19,8 +19,8 @@ from trainer.arguments import (
     non_negative_int, parse_with_starter, positive_float, positive_fraction, positive_int, seed_number, switch,
 )  # fmt: skip
 
-STARTER = {**STARTER_DEFAULTS, "batch_size": 16, "num_generations": 8, "learning_rate": 1e-4, "beta": 0.01,
-           "answer_reward": 3.0, "max_steps": 110, "save_interval": 50, "eval_prompts": 300}  # fmt: skip
+STARTER = {**STARTER_DEFAULTS, "batch_size": 16, "num_generations": 8, "learning_rate": 2e-4, "beta": 0.01,
+           "answer_reward": 4.0, "epochs": 3, "max_steps": 200, "save_interval": 50, "eval_prompts": 300}  # fmt: skip
 
 
 def parse_args(argv=None) -> argparse.Namespace:
