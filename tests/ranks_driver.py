@@ -15,8 +15,11 @@ import torch.distributed as dist
 from trainer import train_grpo, train_ppo
 from trainer.distributed import rank_and_world, unwrap_model
 
-GRPO = {"batch_size": 4, "num_generations": 3}
-PPO = {"batch_size": 4, "mini_batch_size": 2, "critic_learning_rate": 1e-4, "early_stop_kl": 1e9}
+# A sampled token changes where rounding (1e-7) moves the bound between two tokens past the drawn number; among 1800
+# tokens of almost equal probability that happens once in some thousand tokens. With 20 tokens there are few bounds.
+GRPO = {"batch_size": 4, "num_generations": 3, "top_k": 20}
+PPO = {"batch_size": 4, "mini_batch_size": 2, "learning_rate": 1e-5, "critic_learning_rate": 1e-5, "top_k": 20,
+       "early_stop_kl": 1e9}  # fmt: skip
 # 19 prompts in steps of 4 make 5 steps, of which the last has 3: on two ranks one of them fills up with a copy.
 CONFIGS = {
     "cispo": (train_grpo, {**GRPO, "loss_type": "cispo"}),
@@ -26,8 +29,8 @@ CONFIGS = {
     "grpo, rewards missing": (train_grpo, {**GRPO, "max_steps": 3}),
     "ppo": (train_ppo, PPO),
     "ppo, accumulation 3": (train_ppo, {**PPO, "accumulation_steps": 3}),
-    "ppo, early stop": (train_ppo, {**PPO, "early_stop_kl": 0.05}),
-    "ppo, early stop, accumulation 3": (train_ppo, {**PPO, "early_stop_kl": 0.05, "accumulation_steps": 3}),
+    "ppo, early stop": (train_ppo, {**PPO, "early_stop_kl": 3e-3}),
+    "ppo, early stop, accumulation 3": (train_ppo, {**PPO, "early_stop_kl": 3e-3, "accumulation_steps": 3}),
     "ppo, rewards missing": (train_ppo, {**PPO, "max_steps": 3}),
 }
 # These need two ranks to mean something, or their loss is not a sum over rows (experts share the load of a batch).
@@ -38,6 +41,8 @@ ONLY_RANKS = {
     "ppo, same prompts": (train_ppo, {**PPO, "batch_size": 2, "data": "same.jsonl"}),
     "grpo, experts": (train_grpo, {**GRPO, "use_moe": 1, "max_steps": 2}),
     "ppo, experts": (train_ppo, {**PPO, "use_moe": 1, "max_steps": 2}),
+    "grpo, to be ended by one": (train_grpo, {**GRPO, "max_steps": 2}),
+    "ppo, begun by one": (train_ppo, {**PPO, "from_resume": 1}),
 }
 MISSING = ("(3)", "(4)", "(9)", "(12)", "(17)")  # prompts whose answers get no finite reward where rewards are missing
 
@@ -51,9 +56,9 @@ def make_inputs(folder: Path, vocab_size: int) -> None:
     (folder / "same.jsonl").write_text(4 * line, encoding="utf-8")
 
 
-def flags_of(name: str, folder: Path, out: Path) -> list[str]:
+def flags_of(name: str, folder: Path, out: Path, **changes) -> list[str]:
     """This process's command line of a configuration."""
-    flags = dict((CONFIGS | ONLY_RANKS)[name][1])
+    flags = {**(CONFIGS | ONLY_RANKS)[name][1], **changes}
     world = rank_and_world()[1]
     for size in ("batch_size", "mini_batch_size"):
         if size in flags:
@@ -71,10 +76,14 @@ def all_ranks_equal(models) -> bool:
     return all(torch.equal(other, bits) for other in theirs)
 
 
-def run_config(name: str, folder: Path, out: Path) -> dict:
-    """{"models", "answers" sampled, "equal": whether ranks agreed after each optimizer step, "rates" at each}."""
+def run_config(name: str, folder: Path, out: Path, **changes) -> dict:
+    """What this process found.
+
+    {"models", "optimizer_steps", "prompts": indices answered, "answers" to them, "equal": whether ranks agreed after
+    each optimizer step, "rates" before each}
+    """
     script = (CONFIGS | ONLY_RANKS)[name][0]
-    seen = {"answers": [], "equal": [], "rates": []}
+    seen = {"prompts": [], "answers": [], "equal": [], "rates": []}
     step, sample = script.optimizer_step, script.sample_answers
 
     def step_and_compare(models, optimizers, schedules, **settings):
@@ -84,14 +93,15 @@ def run_config(name: str, folder: Path, out: Path) -> dict:
             seen["equal"].append(all_ranks_equal(models))
         return result
 
-    def sample_and_keep(*args, **kwargs):
-        rollout = sample(*args, **kwargs)
+    def sample_and_keep(engine, tokenizer, prompt_ids, keys, *args, **kwargs):
+        rollout = sample(engine, tokenizer, prompt_ids, keys, *args, **kwargs)
+        seen["prompts"] += [key[-1] for key in keys]
         seen["answers"] += [ids[mask].tolist() for ids, mask in zip(rollout.completion_ids, rollout.completion_mask)]
         return rollout
 
     rewards = small.nan_rewards_for(*MISSING) if "missing" in name else small.text_rewards
-    status, run = small.run_script(script, flags_of(name, folder, out), rewards, optimizer_step=step_and_compare,
-                                   sample_answers=sample_and_keep)
+    status, run = small.run_script(script, flags_of(name, folder, out, **changes), rewards,
+                                   optimizer_step=step_and_compare, sample_answers=sample_and_keep)
     assert status == 0
     models = {key: small.state_of(unwrap_model(model)) for key, model in run.models.items()}
     return {"models": models, "optimizer_steps": run.progress.optimizer_steps, **seen}

@@ -14,7 +14,7 @@ from unittest import mock
 import torch
 
 from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
-from trainer.checkpoints import read_torch_file, resume_paths, save_weights, weights_path
+from trainer.checkpoints import lm_checkpoint, save_weights, weights_path
 from trainer.rewards import REWARD_PARTS
 
 WIDTH, LAYERS, WEIGHTS = 64, 2, "lively"
@@ -162,8 +162,8 @@ def metrics_lines(run_dir: Path, *, timing: bool = False) -> list[dict]:
 
 
 def resume_content(folder: Path, name: str, use_moe: bool = False) -> dict:
-    """What the newest resume file holds."""
-    return read_torch_file(resume_paths(folder, name, MiniMindConfig(WIDTH, LAYERS, use_moe))[0])
+    """What a resumed run starts from."""
+    return lm_checkpoint(MiniMindConfig(WIDTH, LAYERS, use_moe), name, save_dir=folder)
 
 
 def same_state(left: dict, right: dict) -> bool:

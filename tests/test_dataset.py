@@ -185,6 +185,11 @@ def test_half_a_last_line_says_that_the_file_is_cut_off(tokenizer, tmp_path):
     path.write_bytes((GOOD + "\n" + GOOD).encode()[:-30])
     with pytest.raises(ValueError, match="line 2: not JSON .*the file may be cut off"):
         RLAIFDataset(path, tokenizer)
+    with path.open("ab") as file:
+        file.write(b"\n")  # a line with an end was written whole: it is garbage, not cut off
+    with pytest.raises(ValueError, match="line 2: not JSON") as caught:
+        RLAIFDataset(path, tokenizer)
+    assert "cut off" not in str(caught.value)
 
 
 @pytest.mark.parametrize(("content", "found"), [(b"", "empty"), (b"\n\r\n  \n", "blank"), (b"\xef\xbb\xbf", "empty")])

@@ -1,11 +1,14 @@
 """Two ranks with half the batch each train as one process with all of it; both scripts, under torchrun on gloo.
 
-Tolerance: gradients summed in another order differ by some 1e-7 of their size, and AdamW passes that on to a weight as
-learning rate × that, times up to 1e2 where a gradient nearly cancels: with rate 1e-4, where each step moves a weight
-by up to 1e-4, the 1e-6 allowed is one hundredth of one step. A wrong divisor or a local mean moves 1e-5 and more.
+Tolerance: weights are to agree to 1e-6, one in ten thousand excepted. Sums in another order differ by some 1e-7 of
+their terms, and AdamW divides a gradient by its own size: where the terms cancel, what is left of them is rounding, and
+the weight moves by part of a learning rate this way or that. Measured, 5 steps of GRPO at rate 1e-4 and 20 of PPO at
+1e-5: at most one weight of 237920 beyond 1e-6 (1.4e-6), 99.9% within 2e-8. A wrong divisor or a mean over one rank
+moves thousands of weights by whole steps.
 """
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -23,12 +26,15 @@ def two_ranks(tokenizer, tmp_path_factory):
     """(folder of the inputs, {configuration: what each rank found}) after one torchrun for all configurations."""
     folder = tmp_path_factory.mktemp("ranks")
     driver.make_inputs(folder, len(tokenizer))
+    name = "ppo, begun by one"
+    begun = driver.run_config(name, folder, folder / name, max_steps=2, from_resume=0)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2",
                str(ROOT / "tests" / "ranks_driver.py"), str(folder)]  # fmt: skip
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
-    found = {name: [torch.load(folder / name / f"rank{r}.pt") for r in range(2)]
+    found = {"begun": begun}
+    found |= {name: [torch.load(folder / name / f"rank{r}.pt") for r in range(2)]
              for name in driver.CONFIGS | driver.ONLY_RANKS}
     return folder, found
 
@@ -39,20 +45,17 @@ def test_two_ranks_train_as_one_process(two_ranks, tmp_path, name):
     alone = driver.run_config(name, folder, tmp_path)
     first, second = found[name]
     for model, state in alone["models"].items():
-        assert small.furthest(state, first["models"][model]) < 1e-6, model
+        difference = torch.cat([(state[name] - first["models"][model][name]).abs().flatten() for name in state])
+        assert (difference > 1e-6).double().mean() < 1e-4, model
+        assert difference.max() < 1e-5, model
     assert first["rates"] == alone["rates"]
     assert first["optimizer_steps"] == alone["optimizer_steps"] > 0
-    # answers are dealt out one prompt after the other, and the order of prompts is the same
-    group = len(alone["answers"]) // len({tuple(map(tuple, [a])) for a in alone["answers"]} or [1])
-    assert group >= 1
     lines = [small.metrics_lines(path) for path in (tmp_path, folder / name)]
     assert len(lines[0]) == len(lines[1])
     for one, two in zip(*lines, strict=True):
         assert one == pytest.approx(two, abs=1e-5, rel=1e-4, nan_ok=True)
     if "early stop" in name:
-        stops = [line["early_stop"] for line in lines[0]]
-        assert 0 < sum(stops) <= len(stops)
-        assert alone["optimizer_steps"] > 0
+        assert {line["early_stop"] for line in lines[0]} == {0.0, 1.0}, "the threshold is to be met in some steps"
 
 
 @pytest.mark.parametrize("name", driver.CONFIGS | driver.ONLY_RANKS)
@@ -62,6 +65,27 @@ def test_ranks_hold_the_same_bits_after_every_optimizer_step(two_ranks, name):
     assert first["rates"], "there were steps"
     for model in first["models"]:
         assert small.same_state(first["models"][model], second["models"][model])
+
+
+def test_a_run_of_one_process_goes_on_with_two(two_ranks):
+    """19 prompts, 8 done by one process: the other 11 are done by two, the last step's odd one filled up."""
+    folder, found = two_ranks
+    name = "ppo, begun by one"
+    before, after = found["begun"]["prompts"], [index for rank in found[name] for index in rank["prompts"]]
+    assert [len(before), len(after)] == [8, 12]
+    assert sorted(set(before + after)) == list(range(19))
+    assert [line["consumed"] for line in small.metrics_lines(folder / name)] == [4, 8, 12, 16, 19]
+
+
+def test_a_run_of_two_processes_goes_on_with_one(two_ranks, tmp_path):
+    folder, found = two_ranks
+    name = "grpo, to be ended by one"
+    shutil.copytree(folder / name, tmp_path / name)
+    alone = driver.run_config(name, folder, tmp_path / name, max_steps=0, from_resume=1, batch_size=3)
+    before = [index for rank in found[name] for index in rank["prompts"]]
+    assert sorted(before + alone["prompts"]) == list(range(19))
+    consumed = [line["consumed"] for line in small.metrics_lines(tmp_path / name)]
+    assert consumed == [4, 8, 11, 14, 17, 19]
 
 
 @pytest.mark.parametrize("name", ["grpo, same prompts", "ppo, same prompts"])

@@ -250,7 +250,7 @@ def test_greedy_answers_are_the_likeliest_tokens_whatever_the_key(build, tokeniz
 
 def test_texts_leave_out_control_tokens_and_what_follows_the_end(tiny_weights, tokenizer):
     ids = tokenizer("one two three", add_special_tokens=False)["input_ids"]
-    answers = [[*ids, 2, 0, 0], [1, *ids, 0, ids[0]]]
+    answers = [[*ids, 2, ids[0], ids[1]], [1, *ids, 0, ids[0]]]
     width = max(map(len, answers))
     completion = torch.tensor([row + [ids[1]] * (width - len(row)) for row in answers])
     mask = torch.arange(width) < torch.tensor([[len(ids) + 1], [len(answers[1])]])
@@ -268,13 +268,14 @@ def test_texts_leave_out_control_tokens_and_what_follows_the_end(tiny_weights, t
 @pytest.mark.parametrize("training", [True, False])
 def test_the_model_s_mode_is_left_as_it_was_and_dropout_is_off(build, training, tokenizer):
     model = build()
-    expected = answers_of(rollout(model, tokenizer))
+    expected = rollout(model, tokenizer)
     for module in model.modules():
-        if isinstance(module, nn.Dropout):
-            module.p = 0.5
+        for name in {"p", "attention_dropout"} & set(vars(module)):
+            setattr(module, name, 0.5)
     model.train(training)
     result = rollout(model, tokenizer)
-    assert answers_of(result) == expected
+    assert answers_of(result) == answers_of(expected)
+    assert torch.equal(result.per_token_logps, expected.per_token_logps)
     assert all(module.training == training for module in model.modules())
     assert not result.per_token_logps.requires_grad
 

@@ -23,7 +23,8 @@ def flags(tmp_path=None, **changes):
     return argparse.Namespace(**{
         "batch_size": 2, "epochs": 1, "max_steps": 0, "save_dir": str(tmp_path), "save_weight": "grpo", "run_dir": None,
         "use_wandb": False, "wandb_project": "MiniMind-GRPO", "starter": False, "self_check": 0, "dry_run": False,
-        "eval_interval": 0, "check_sync": 0, "save_interval": 10, **changes,
+        "eval_interval": 0, "check_sync": 0, "save_interval": 10, "checkpoint_dir": str(tmp_path), "from_resume": 0,
+        **changes,
     })  # fmt: skip
 
 
@@ -59,7 +60,7 @@ def test_planned_rows_count_all_ranks(monkeypatch):
 
 def test_passes_finds_multiples_however_far_a_step_goes():
     assert [passes(3, step, step + 1) for step in range(6)] == [False, False, True, False, False, True]
-    assert passes(3, 2, 9) and not passes(3, 3, 5) and not passes(0, 0, 99)
+    assert passes(3, 2, 7) and not passes(3, 3, 5) and not passes(0, 0, 99)
 
 
 def test_an_epoch_that_max_steps_cut_short_goes_on_after_resume():
@@ -174,6 +175,16 @@ def open_log(tmp_path, resumed=None, **changes):
     return RunLog(flags(tmp_path, **changes), {"batch_size": 9, "epochs": 1}, resumed, "cpu", 5)
 
 
+def test_a_fresh_run_does_not_empty_another_run_s_metrics(tmp_path):
+    open_log(tmp_path, run_dir=str(tmp_path / "run")).write({"step": 1})
+    with pytest.raises(ValueError, match="already holds the metrics of a run.*--from_resume 1"):
+        open_log(tmp_path, run_dir=str(tmp_path / "run"))
+    assert read_metrics_lines(tmp_path / "run" / "metrics.jsonl") == [('{"step": 1}', 1)]
+    # killed before its first save: there is nothing to resume from, and starting over is what was asked for
+    open_log(tmp_path, run_dir=str(tmp_path / "run"), from_resume=1)
+    assert read_metrics_lines(tmp_path / "run" / "metrics.jsonl") == []
+
+
 def test_run_folder_config_and_lines(tmp_path, capsys):
     log = open_log(tmp_path)
     assert log.folder.parent == tmp_path / "runs" and log.folder.name.startswith("grpo-2")
@@ -220,7 +231,7 @@ def test_a_resumed_run_without_its_folder_starts_one(tmp_path):
 
 def test_a_folder_that_cannot_be_written_is_one_clear_error(tmp_path):
     (tmp_path / "file").write_text("in the way")
-    with pytest.raises(RuntimeError, match="cannot write into the run's folder .*file/run: .*--run_dir"):
+    with pytest.raises(RuntimeError, match="cannot write this run's files: .*file/run.*--run_dir"):
         open_log(tmp_path, run_dir=str(tmp_path / "file" / "run"))
     log = open_log(tmp_path)
     log.path.unlink()

@@ -9,7 +9,7 @@ import torch
 from safetensors import safe_open
 from transformers import AutoTokenizer
 
-from dataset.starter_tasks import KINDS, LANGUAGES, is_held_out, make_stream, make_task, make_tasks
+from dataset.starter_tasks import KINDS, LANGUAGES, PROMPT_KINDS, is_held_out, make_stream, make_task, make_tasks
 from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
 from scripts import make_starter, train_tokenizer
 from scripts.starter import pairs, reward, reward_check, sft
@@ -86,9 +86,9 @@ def test_rows_are_balanced_and_distinct(train_rows, held_rows):
     for rows in (train_rows, held_rows):
         assert len({row["conversations"][0]["content"] for row in rows}) == len(rows)
         for language in LANGUAGES:
-            for kind in KINDS:  # 6 kinds, 2 languages: a twelfth each
+            for kind in KINDS:
                 share = sum(row["lang"] == language and row["kind"].startswith(kind) for row in rows) / len(rows)
-                assert share == pytest.approx(1 / 12)
+                assert share == pytest.approx(PROMPT_KINDS.count(kind) / len(PROMPT_KINDS) / 2)
 
 
 def test_answers_are_right_when_worked_out_again(train_rows, held_rows):
@@ -323,7 +323,7 @@ def test_reward_trains_on_what_the_loader_scores(tokenizer):
 
 
 def test_group_loss_is_log_2_plus_the_answers_own_loss_at_the_start(tokenizer, sft_state):
-    """All scores are 0 at first: -log sigmoid(0) = ln 2, no pull to the middle, and the right answer's next-token loss."""
+    """All scores are 0 at first: -log sigmoid(0) = ln 2, no pull to the middle, and the answer's next-token loss."""
     model = reward.new_model(sft_state)
     task, right, worse = pairs.make_groups(1, 5, False)[0]
     loss, _, answer_loss = reward.group_loss(model, tokenizer, [(task, right, worse)])

@@ -93,7 +93,7 @@ def test_files_metrics_and_resume_file(flags, tmp_path):
     assert saved["progress"] == {**saved["progress"], "epoch": 1, "consumed": 0, "step": 2, "optimizer_steps": 2}
     assert saved["args"]["num_generations"] == 3
     assert saved["optimizer"]["state"][0]["exp_avg"].dtype == torch.float32
-    assert {"scheduler", "scaler", "run_dir", "world_size", "digest"} <= set(saved)
+    assert {"scheduler", "scaler", "run_dir", "world_size"} <= set(saved)
     lines = metrics_lines(tmp_path / "run", timing=True)
     assert [(line["step"], line["consumed"]) for line in lines] == [(1, 2), (2, 4)]
     for line in lines:
@@ -319,13 +319,14 @@ def test_policy_and_reference_agree_exactly_at_the_first_step(flags, tmp_path, d
 
 
 def test_float16_gradients_are_unscaled_before_clipping(flags, tmp_path):
-    """Under float16 autocast on a CPU the scaler finds its scale, and a step it takes has the gradient of float32."""
-    _, exact, _ = spied(flags(8, save_dir=tmp_path / "exact", checkpoint_dir=tmp_path / "exact"))
+    """Under float16 autocast on a CPU the scaler finds its scale, and a step it takes has a gradient of float32's size:
+    other answers are sampled in float16, so not the same, but nowhere near 65536 times as large."""
+    _, exact, _ = spied(flags(8, checkpoint_dir=tmp_path / "exact", run_dir=tmp_path / "exact"))
     _, calls, _ = spied(flags(8, dtype="float16"))
     taken = [call for call in calls if call["taken"]]
     assert len(taken) >= 2
     if calls[0]["taken"]:
-        assert calls[0]["norms"][0] == pytest.approx(exact[0]["norms"][0], rel=0.05)
+        assert 1 / 3 < calls[0]["norms"][0] / exact[0]["norms"][0] < 3
     assert all(0.1 < call["norms"][0] < 100 for call in taken)
     saved = resume_content(tmp_path / "checkpoints", "grpo")
     assert saved["scaler"]["scale"] == 65536 / 2 ** (len(calls) - len(taken))
@@ -343,10 +344,13 @@ def test_dropout_is_off(flags, tmp_path, monkeypatch):
 
 
 def test_experts_learn_to_share_the_load(flags, tmp_path):
-    """The balance loss is in the gradient, once for the batch and not per row; with equal rewards it is all of it."""
+    """The balance loss is in the gradient, once for the batch and not per row, a prompt's tokens once and not once an
+    answer; with equal rewards it is all of the gradient."""
     run, [call, *_], [batch, *_] = spied(flags(use_moe=1, beta=0), lambda *args, **kwargs: constant(*args, **kwargs))
     model = small.float64_model(MiniMindForCausalLM, run.config, call["weights"][0])
-    balance = model(batch[0].output_ids, batch[0].attention_mask.long()).aux_loss
+    rollout, width = batch[0], batch[0].completion_ids.size(1)
+    prompts = (rollout.output_ids[::3, :-width], rollout.attention_mask[::3, :-width])
+    balance = model(rollout.completion_ids, rollout.attention_mask[:, -width:], prompts=prompts).aux_loss
     expected = small.gradients_of(balance, model)
     assert small.relative_error(call["gradients"][0], expected) < 1e-4
     line = metrics_lines(tmp_path / "run")[0]

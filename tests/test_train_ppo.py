@@ -134,7 +134,7 @@ def test_files_metrics_and_resume_file(flags, tmp_path):
     saved = resume_content(tmp_path / "checkpoints", "ppo_actor")
     assert same_state(saved["model"], actor)
     assert same_state(saved["critic_model"], critic)
-    assert {"optimizer", "critic_optimizer", "scheduler", "critic_scheduler", "scaler", "digest"} <= set(saved)
+    assert {"optimizer", "critic_optimizer", "scheduler", "critic_scheduler", "scaler"} <= set(saved)
     assert saved["critic_optimizer"]["state"][0]["exp_avg_sq"].dtype == torch.float32
     # 2 steps of 2 passes over minibatches of 2 and 1 rows
     assert saved["progress"] == {**saved["progress"], "epoch": 1, "consumed": 0, "step": 2, "optimizer_steps": 8}
@@ -339,7 +339,8 @@ def test_a_non_finite_critic_stops_the_actor_too(flags, tmp_path):
     assert [line["skipped_steps"] for line in metrics_lines(tmp_path / "run")] == [0.25, 0.5]
     losses.clear()
     with pytest.raises(RuntimeError, match="2 optimizer steps in a row"):
-        run_script(train_ppo, flags(max_skipped_steps=2, save_interval=1), ppo_value_loss=value_loss)
+        run_script(train_ppo, flags(max_skipped_steps=2, save_interval=1, run_dir=tmp_path / "stopped"),
+                   ppo_value_loss=value_loss)
     saved = resume_content(tmp_path / "checkpoints", "ppo_actor")
     assert saved["progress"]["step"] == 1
     assert all(torch.isfinite(tensor).all() for tensor in [*saved["model"].values(), *saved["critic_model"].values()])
@@ -377,12 +378,13 @@ def test_experts_learn_to_share_the_load(flags, tmp_path):
 
 
 def test_float16_gradients_are_unscaled_before_clipping(flags, tmp_path):
-    _, exact, _, _ = spied(flags(3, save_dir=tmp_path / "exact", checkpoint_dir=tmp_path / "exact"))
+    _, exact, _, _ = spied(flags(3, checkpoint_dir=tmp_path / "exact", run_dir=tmp_path / "exact"))
     _, calls, _, _ = spied(flags(6, dtype="float16"))
     taken = [call for call in calls if call["taken"]]
     assert len(taken) >= 4
     if calls[0]["taken"]:
-        assert calls[0]["norms"] == pytest.approx(exact[0]["norms"], rel=0.1)
+        # other answers are sampled in float16, so not the same norms, but nowhere near 65536 times as large
+        assert all(1 / 3 < half / full < 3 for half, full in zip(calls[0]["norms"], exact[0]["norms"], strict=True))
     assert all(norm < 1000 for call in taken for norm in call["norms"])
     assert all(tensor.dtype == torch.float32
                for tensor in resume_content(tmp_path / "checkpoints", "ppo_actor")["critic_model"].values())

@@ -7,8 +7,9 @@ import os
 import platform
 import subprocess
 import sys
+import tempfile
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
@@ -28,20 +29,23 @@ class Progress:
     """Counters at the last moment when all gradients had been applied; what a resume file holds and resume starts from.
 
     epoch: finished epochs; consumed: prompts used of the current one (on all ranks); step: rollout steps done since the
-    run began; optimizer_steps: optimizer steps taken.
+    run began; optimizer_steps: optimizer steps taken; planned_steps: those planned for the rollout steps done, of which
+    early stops and skipped steps take fewer. The learning rate's schedule ends after all that are planned, so that a
+    resumed run, which plans the rest, ends where it would have.
     """
 
     epoch: int = 0
     consumed: int = 0
     step: int = 0
     optimizer_steps: int = 0
+    planned_steps: int = 0
 
     def next_step(self, rows: int) -> "Progress":
         """After one more rollout step that used `rows` prompts."""
-        return Progress(self.epoch, self.consumed + rows, self.step + 1, self.optimizer_steps)
+        return replace(self, consumed=self.consumed + rows, step=self.step + 1)
 
     def next_epoch(self) -> "Progress":
-        return Progress(self.epoch + 1, 0, self.step, self.optimizer_steps)
+        return replace(self, epoch=self.epoch + 1, consumed=0)
 
 
 def planned_rows(progress: Progress, size: int, args) -> list[list[int]]:
@@ -120,6 +124,13 @@ def start_tracker(args, run_name: str) -> Tracker:
     raise RuntimeError("--use_wandb needs swanlab or wandb: pip install swanlab (or wandb), or leave the flag out")
 
 
+def require_writable(folder: Path) -> None:
+    """Make the folder and prove that files can be made in it. Raises OSError if not, before any step is spent."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryFile(dir=folder):
+        pass
+
+
 class RunLog:
     """The run's folder: config.json and metrics.jsonl, and the same numbers on the console and the tracker.
 
@@ -130,18 +141,22 @@ class RunLog:
         self.total, self._bar = total, None
         stamp = time.strftime("%Y%m%d-%H%M%S")
         fresh = Path(args.save_dir) / "runs" / f"{args.save_weight}-{stamp}"
-        self.folder = Path(args.run_dir or (resumed or {}).get("run_dir") or fresh)
+        self.folder = Path(args.run_dir or (resumed or {}).get("run_dir") or fresh).resolve()
         self.path = self.folder / "metrics.jsonl"
         self.tracker = start_tracker(args, self.folder.name)
         if not is_main_process():
             return
+        if resumed is None and not args.from_resume and read_metrics_lines(self.path):
+            raise ValueError(f"--run_dir {self.folder} already holds the metrics of a run; choose another folder, or "
+                             "go on with that run with --from_resume 1")
         try:
-            self.folder.mkdir(parents=True, exist_ok=True)
+            for folder in (self.folder, Path(args.save_dir), Path(args.checkpoint_dir)):
+                require_writable(folder)
             self._keep_lines((resumed or {}).get("progress", {}).get("step", -1))
             self._write_config(args, defaults, device)
         except OSError as error:
-            raise RuntimeError(f"cannot write into the run's folder {self.folder}: {error}; choose another with "
-                               "--run_dir") from error
+            raise RuntimeError(f"cannot write this run's files: {error}; choose another folder with --run_dir, "
+                               "--save_dir or --checkpoint_dir") from error
 
         from tqdm import tqdm
 

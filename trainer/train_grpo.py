@@ -63,8 +63,8 @@ def parse_args(argv=None) -> argparse.Namespace:
     add("--learning_rate", positive_float, 3e-07, "rate of AdamW at the start; a cosine takes it to a tenth")
     add("--accumulation_steps", positive_int, 1, "rollout steps whose gradients make one optimizer step")
     add("--grad_clip", non_negative_float, 1.0, "largest gradient norm; 0 = no clipping")
-    add("--max_skipped_steps", positive_int, 20, "optimizer steps in a row that may be skipped for a non-finite loss "
-        "or gradient before the run stops")
+    add("--max_skipped_steps", positive_int, 20, "the run stops once this many optimizer steps in a row were skipped "
+        "for a non-finite loss or gradient")
     add("--dtype", ["bfloat16", "float16", "float32"], "bfloat16", "precision of forward passes; weights stay float32")
     add("--use_compile", switch, 0, "1 = torch.compile the policy")
     add_file_flags(parser, save_weight="grpo", wandb_project="MiniMind-GRPO")
@@ -202,6 +202,7 @@ def train_epoch(run: Run, args, rows_per_step: list[int]) -> None:
                       "step": time.perf_counter() - began}
             log_step(run, args, ahead, sums.reduce(), timing)
             if last:
+                ahead.planned_steps += 1
                 finish_step(run, args, ahead, save)
         debug_print(args, ahead.step, batch, rollout, rewards)
         if run.interrupts.stop_together(run.device):
@@ -226,15 +227,15 @@ def log_step(run: Run, args, at: Progress, metrics: dict, timing: dict) -> None:
 
 
 def save(run: Run, args) -> None:
-    """Weights as MiniMind reads them, and the resume file; the main process writes both."""
+    """Weights as MiniMind reads them, then the resume file: killed in between, a resumed run writes both again."""
     if not is_main_process():
         return
+    save_weights(run.policy, weights_path(args.save_dir, args.save_weight, run.config))
     lm_checkpoint(
         run.config, args.save_weight, model=run.policy, optimizer=run.optimizer, epoch=run.progress.epoch,
         step=run.progress.step, wandb=run.log.tracker, save_dir=args.checkpoint_dir, scheduler=run.schedule,
         scaler=run.scaler, **resume_entries(run, args),
     )  # fmt: skip
-    save_weights(run.policy, weights_path(args.save_dir, args.save_weight, run.config))
 
 
 # ---------------------------------------------------------------------------------------------- set-up
@@ -250,7 +251,7 @@ def build_run(args, device: str) -> Run:
     plan = planned_rows(progress, len(roles.dataset), args)
     optimizer = torch.optim.AdamW(policy.parameters(), lr=args.learning_rate, fused=device.startswith("cuda"))
     steps_left = sum(len(windows(len(rows), args.accumulation_steps)) for rows in plan)
-    schedule = CosineSchedule(optimizer, args.learning_rate, progress.optimizer_steps + steps_left)
+    schedule = CosineSchedule(optimizer, args.learning_rate, progress.planned_steps + steps_left)
     scaler = torch.amp.GradScaler(device.partition(":")[0], enabled=args.dtype == "float16")
     if resumed:
         optimizer.load_state_dict(resumed["optimizer"])

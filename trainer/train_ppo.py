@@ -71,8 +71,8 @@ def parse_args(argv=None) -> argparse.Namespace:
     add("--accumulation_steps", positive_int, 1, "minibatches whose gradients make one optimizer step, within a "
         "rollout step")
     add("--grad_clip", non_negative_float, 1.0, "largest gradient norm; 0 = no clipping")
-    add("--max_skipped_steps", positive_int, 20, "optimizer steps in a row that may be skipped for a non-finite loss "
-        "or gradient before the run stops")
+    add("--max_skipped_steps", positive_int, 20, "the run stops once this many optimizer steps in a row were skipped "
+        "for a non-finite loss or gradient")
     add("--dtype", ["bfloat16", "float16", "float32"], "bfloat16", "precision of forward passes; weights stay float32")
     add("--use_compile", switch, 0, "1 = torch.compile actor and critic")
     add_file_flags(parser, save_weight="ppo_actor", wandb_project="MiniMind-PPO")
@@ -294,6 +294,7 @@ def train_epoch(run: Run, args, rows_per_step: list[int]) -> None:
             timing = {"gen": sampled - began, "reward": scored - sampled, "update": time.perf_counter() - scored,
                       "step": time.perf_counter() - began}
             done = run.progress.next_step(rows)
+            done.planned_steps += planned_optimizer_steps(args, [[rows]])
             log_step(run, args, done, sums.reduce(), timing)
             finish_step(run, args, done, save)
         debug_print(args, run.progress.step, batch, rollout, rewards)
@@ -320,16 +321,16 @@ def log_step(run: Run, args, at: Progress, metrics: dict, timing: dict) -> None:
 
 
 def save(run: Run, args) -> None:
-    """Weights as MiniMind reads them, and the resume file; the main process writes both."""
+    """Weights as MiniMind reads them, then the resume file: killed in between, a resumed run writes both again."""
     if not is_main_process():
         return
+    save_weights(run.actor, weights_path(args.save_dir, args.save_weight, run.config))
     lm_checkpoint(
         run.config, args.save_weight, model=run.actor, optimizer=run.optimizers[0], epoch=run.progress.epoch,
         step=run.progress.step, wandb=run.log.tracker, save_dir=args.checkpoint_dir, scheduler=run.schedules[0],
         critic_model=run.critic, critic_optimizer=run.optimizers[1], critic_scheduler=run.schedules[1],
         scaler=run.scaler, **resume_entries(run, args),
     )  # fmt: skip
-    save_weights(run.actor, weights_path(args.save_dir, args.save_weight, run.config))
 
 
 # ---------------------------------------------------------------------------------------------- set-up
@@ -349,8 +350,7 @@ def planned_optimizer_steps(args, plan: list[list[int]]) -> int:
     """Optimizer steps in the rollout steps of `plan`, if none of them stops early."""
     total = 0
     for rows in (rows for epoch in plan for rows in epoch):
-        held = -(-rows // rank_and_world()[1])
-        minibatches = -(-held // args.mini_batch_size)
+        minibatches = -(-rows // (rank_and_world()[1] * args.mini_batch_size))
         total += len(windows(args.ppo_update_iters * minibatches, args.accumulation_steps))
     return total
 
@@ -366,7 +366,7 @@ def build_run(args, device: str) -> Run:
     actor, critic = (wrap_ddp(model, device) for model in models)
     progress = resumed_progress(resumed, args)
     plan = planned_rows(progress, len(roles.dataset), args)
-    total = progress.optimizer_steps + planned_optimizer_steps(args, plan)
+    total = progress.planned_steps + planned_optimizer_steps(args, plan)
     optimizers, schedules = [], []
     for model, rate, name in ((actor, args.learning_rate, ""), (critic, args.critic_learning_rate, "critic_")):
         optimizers.append(torch.optim.AdamW(model.parameters(), lr=rate, fused=device.startswith("cuda")))
