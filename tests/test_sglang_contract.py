@@ -6,6 +6,7 @@ import os
 import socket
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -139,7 +140,6 @@ def test_old_servers_get_no_seed_and_are_asked_by_their_old_names(tokenizer, tmp
 
 def test_max_new_tokens_is_clamped_to_the_context(server, engine_for):
     engine = engine_for(server)
-    engine.servers[0].learn()
     roll(engine, tokens=500, generations=1)
     sent = {len(body["input_ids"][0]): body["sampling_params"]["max_new_tokens"] for body in server.bodies("/generate")}
     assert sent == {5: CONTEXT - 5, 2: CONTEXT - 2, 4: CONTEXT - 4}
@@ -394,7 +394,7 @@ def test_weights_travel_in_the_training_dtype(server, engine_for, dtype):
     engine, model = engine_for(server, dtype=dtype), changed()
     with torch.no_grad():
         model.model.norm.weight[0] = 1.0 + 3e-6  # float16 would make it 1
-    engine.update_policy(torch.compile(model))
+    engine.update_policy(SimpleNamespace(_orig_mod=model))  # as torch.compile wraps it
     written = load_file(engine.versions.folder / "model.safetensors")
     assert set(written) == set(model.state_dict())
     for name, tensor in model.state_dict().items():
@@ -542,8 +542,9 @@ def test_settings_out_of_range_are_named(engine_for, server):
         engine_for(server, dtype="float16")
     with pytest.raises(ValueError, match="--recompute_logps 'yes'"):
         engine_for(server, recompute_logps="yes")
-    with pytest.raises(ValueError, match="expected http://host:port"):
-        SGLangRolloutEngine("localhost:8998", None, "x", tokenizer=object())
+    for url in ("localhost:8998", "http://", "http://host:port", "ftp://host:1"):
+        with pytest.raises(ValueError, match="expected http://host:port"):
+            SGLangRolloutEngine(url, None, "x", tokenizer=object())
     with pytest.raises(ValueError, match="needs a tokenizer"):
         SGLangRolloutEngine("http://localhost:8998", None, "x")
 

@@ -93,7 +93,7 @@ class SGLangServer:
 
     def __init__(self, url: str, *, timeout: float = 120.0, connections: int = 64, backoff: float = 0.25):
         self.url, self.timeout, self.backoff = url.rstrip("/"), timeout, backoff
-        if not re.fullmatch(r"https?://[^/:\s]+(:\d{1,5})?|https?://\[[0-9a-fA-F:]+\](:\d{1,5})?", self.url):
+        if not re.fullmatch(r"https?://([^/:\s\[]+|\[[0-9a-fA-F:]+\])(:\d{1,5})?(/\S*)?", self.url):
             raise ValueError(f"SGLang server {url!r}: expected http://host:port (--sglang_base_url)")
         self.session = requests.Session()
         # A proxy from the environment would be asked for 127.0.0.1 and answer with its own 502.
