@@ -235,8 +235,9 @@ def test_evaluator_by_hand(heldout, tokenizer, monkeypatch, tmp_path):
     assert metrics["eval/accuracy"] == 0.625 and metrics["eval/length"] == 3.0
     # deviations -.375, -.125, .125, .375: variance .3125 / 3, over 4 prompts
     assert metrics["eval/accuracy_se"] == pytest.approx(math.sqrt(0.3125 / 3 / 4), abs=1e-12)
-    assert [entry["prompt"] for entry in outcome["samples"]] == ["1+1=?", "1+2=?", "1+3=?"]
-    assert outcome["samples"][1] == {"prompt": "1+2=?", "answer": "3", "response": "It is 99"}
+    # three, spread over the file
+    assert [entry["prompt"] for entry in outcome["samples"]] == [QUESTIONS[k][0] for k in (0, 2, 4)]
+    assert outcome["samples"][1] == {"prompt": "1+3=?", "answer": "4", "response": "It is 4"}
     assert log.written[0][0] == {"step": 7, **metrics}
 
 

@@ -20,6 +20,7 @@ MINIMIND = {
     "data_path": str(REPO_ROOT / "dataset" / "rlaif.jsonl"), "thinking_ratio": 0.9, "from_weight": "full_sft",
     "reward_model_path": str(REPO_ROOT.parent / "internlm2-1_8b-reward"), "from_resume": 0, "use_wandb": False,
     "use_compile": 0, "debug_mode": False, "debug_interval": 20, "rollout_engine": "torch",
+    "sglang_base_url": "http://localhost:8998",
 }  # fmt: skip
 MINIMIND_OWN = {
     "grpo": {"num_generations": 6, "beta": 0.1, "loss_type": "cispo", "epsilon": 0.2, "epsilon_high": 5.0,
@@ -30,13 +31,18 @@ MINIMIND_OWN = {
 }  # fmt: skip
 # Ours; the same in both scripts. MiniMind samples at 0.8 without top-p and top-k, and has no flags for it.
 OURS = {
-    "starter": False, "max_steps": 0, "seed": 42, "device": "auto", "temperature": 0.8, "top_p": 1.0, "top_k": 0,
+    "starter": False, "max_steps": 0, "seed": 42, "device": "auto", "threads": 0, "temperature": 0.8, "top_p": 1.0,
+    "top_k": 0,
     "logp_temperature": 0.8, "tokenizer_path": str(REPO_ROOT / "model"), "weight_dir": str(REPO_ROOT / "out"),
     "checkpoint_dir": str(REPO_ROOT / "checkpoints"), "run_dir": None, "trust_remote_code": 0, "system_ratio": 0.2,
     "skip_bad_rows": 0, "answer_reward": 0.0, "max_skipped_steps": 20, "eval_data_path": None, "eval_prompts": 100,
+    "sglang_model_path": None, "sglang_concurrency": 64, "sglang_wait": 300.0, "sync_interval": 1,
     "eval_interval": 0, "self_check": 1, "dry_run": False, "check_sync": 0,
 }  # fmt: skip
-OURS_OWN = {"grpo": {"shuffle_rewards": 0}, "ppo": {}}
+OURS_OWN = {
+    "grpo": {"shuffle_rewards": 0, "sglang_shared_path": str(REPO_ROOT / "sglang_ckpt_grpo")},
+    "ppo": {"sglang_shared_path": str(REPO_ROOT / "sglang_ckpt_ppo")},
+}
 
 
 def actions(script, monkeypatch):
@@ -114,7 +120,8 @@ BAD = [
     ("epochs", "0 -1 1.5 two"), ("batch_size", "0 -2"), ("accumulation_steps", "0 -1"), ("save_interval", "0"),
     ("log_interval", "0"), ("debug_interval", "0"), ("max_gen_len", "0 -5 40000"), ("max_seq_len", "0 40000"),
     ("max_steps", "-1 1.5"), ("max_skipped_steps", "0"), ("eval_prompts", "-1"), ("eval_interval", "-1"),
-    ("check_sync", "-1"), ("num_workers", "-1"), ("seed", "-1 9223372036854775808 " + "9" * 400),
+    ("check_sync", "-1"), ("threads", "-1"), ("sglang_concurrency", "0"), ("sglang_wait", "0"), ("sync_interval", "0"),
+    ("num_workers", "-1"), ("seed", "-1 9223372036854775808 " + "9" * 400),
     ("hidden_size", "0 100 24"), ("num_hidden_layers", "0"), ("use_moe", "2 yes"), ("from_resume", "2"),
     ("use_compile", "true"), ("trust_remote_code", "yes"), ("skip_bad_rows", "-1"), ("self_check", "2"),
     ("dtype", "int8 fp16"), ("device", "tpu cuda:x cpu:0"), ("rollout_engine", "vllm"),

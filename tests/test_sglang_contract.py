@@ -318,7 +318,7 @@ def test_a_server_killed_in_the_middle_of_a_step_changes_nothing(engine_for, cap
 
         def die(handler, body):
             server.kill()
-            threading.Timer(0.2, server.start).start()
+            threading.Timer(1.0, server.start).start()  # longer than all attempts together
             return True
 
         server.faults["/generate"] = [lambda *_: None, lambda *_: None, die]

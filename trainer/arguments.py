@@ -74,6 +74,7 @@ STARTER_DEFAULTS = {
     "eval_data_path": str(REPO_ROOT / "dataset" / "rlaif_starter_heldout.jsonl"),
     "reward_model_path": str(STARTER_DIR / "reward_model"),
     "dtype": "float32",
+    "threads": 1,
     "num_workers": 0,
     "max_seq_len": 128,
     "max_gen_len": 64,
@@ -110,6 +111,19 @@ class FlagParser(argparse.ArgumentParser):
         return add
 
 
+def add_start_flags(parser: FlagParser) -> None:
+    """Flags that say what to run, for how long, and on what."""
+    add = parser.group("start here")
+    add("--starter", bool, False, "set the defaults for the built-in small model, its prompts and its reward model "
+        "(seconds a step on a CPU); flags given explicitly still win")
+    add("--max_steps", non_negative_int, 0, "stop after this many rollout steps in all, counting those before a "
+        "resume; 0 = all epochs")
+    add("--epochs", positive_int, 1, "passes over the prompts")
+    add("--seed", seed_number, 42, "fixes data order, sampling and random weights")
+    add("--device", device_name, "auto", "auto (CUDA where there is one), cpu, cuda or cuda:K")
+    add("--threads", non_negative_int, 0, "CPU threads of each process; 0 = torch's choice, one a core")
+
+
 def add_input_flags(parser: FlagParser) -> None:
     """Flags that say what a run starts from: sizes, weights, tokenizer, reward model, prompts."""
     add = parser.group("model")
@@ -132,6 +146,17 @@ def add_input_flags(parser: FlagParser) -> None:
     add("--skip_bad_rows", switch, 0, "1 = leave out malformed rows and count them, 0 = stop at the first")
     add("--num_workers", non_negative_int, 8, "processes that prepare prompts, at most one a CPU core; 0 = the trainer "
         "itself")
+
+
+def add_sglang_flags(parser: FlagParser, *, shared_path: str) -> None:
+    """Flags of --rollout_engine sglang."""
+    add = parser.group("sglang servers")
+    add("--sglang_base_url", str, "http://localhost:8998", "servers to sample from, several with commas between")
+    add("--sglang_model_path", str, None, "folder they were launched with, to compare sizes; None = not compared")
+    add("--sglang_shared_path", str, str(REPO_ROOT / shared_path), "folder for weights that trainer and servers see")
+    add("--sglang_concurrency", positive_int, 64, "requests in flight, over all servers")
+    add("--sglang_wait", positive_float, 300.0, "seconds to wait for a server that is not there")
+    add("--sync_interval", positive_int, 1, "updates of the policy between pushes of its weights")
 
 
 def add_file_flags(parser: FlagParser, *, save_weight: str, wandb_project: str) -> None:

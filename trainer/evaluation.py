@@ -39,16 +39,16 @@ class Evaluator:
         rows_at_once = self.args.batch_size * getattr(self.args, "num_generations", 1)
         chunk = max(1, rows_at_once // EVAL_SAMPLES)
         table = torch.zeros(self.count, 6, dtype=torch.float64)
-        samples: list[dict] = []
+        samples, shown = [], set(mine[:: max(1, math.ceil(len(mine) / 3))])  # spread over the file, not picked
         for start in range(0, len(mine), chunk):
             rows = [self.dataset[index] for index in mine[start : start + chunk]]
             greedy, texts = self._answer(rows, samples=1, temperature=0.0)
             sampled, _ = self._answer(rows, samples=EVAL_SAMPLES, temperature=self.args.temperature)
             table[mine[start : start + chunk]] = torch.cat([greedy, sampled], dim=1)
             samples += [{"prompt": row["messages"][-1]["content"], "answer": row["answer"], "response": text}
-                        for row, text in zip(rows, texts, strict=True)]
+                        for row, text in zip(rows, texts, strict=True) if row["index"] in shown]
         per_prompt = all_reduce_sum(table.to(self.device)).cpu()
-        result = {"metrics": _summary(per_prompt), "per_prompt": per_prompt, "samples": samples[:3]}
+        result = {"metrics": _summary(per_prompt), "per_prompt": per_prompt, "samples": samples}
         metrics = result["metrics"]
         run_log.write({"step": step, **metrics}, f"held out at step {step}: accuracy {metrics['eval/accuracy']:.3f}, "
                       f"reward {metrics['eval/reward']:.3f} (sampled, {self.count} prompts)")

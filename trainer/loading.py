@@ -23,7 +23,7 @@ FIXED_ON_RESUME = ("seed", "hidden_size", "num_hidden_layers", "use_moe", "skip_
 # Where things lie and how they are shown may change freely.
 FREE_ON_RESUME = ("from_resume", "device", "run_dir", "save_dir", "checkpoint_dir", "log_interval", "save_interval",
                   "num_workers", "epochs", "max_steps", "use_wandb", "wandb_project", "debug_mode", "debug_interval",
-                  "weight_dir", "data_path", "starter", "self_check", "dry_run", "check_sync",
+                  "weight_dir", "data_path", "starter", "self_check", "dry_run", "threads", "check_sync",
                   "eval_interval", "eval_prompts", "max_skipped_steps")  # fmt: skip
 
 

@@ -115,6 +115,10 @@ class RolloutEngine(ABC):
     def update_policy(self, model: nn.Module) -> None:
         """Sample from these weights from now on."""
 
+    def must_recompute(self, temperature: float, logp_temperature: float) -> bool:
+        """Whether its log-probs are not at `logp_temperature`, so that the trainer has to score the answers itself."""
+        return False
+
 
 class TorchRolloutEngine(RolloutEngine):
     """Decodes in this process: a MiniMindForCausalLM its own way, any other causal LM through its `.generate(...)`."""

@@ -20,9 +20,9 @@ from trainer.arguments import REPO_ROOT
 from trainer.checkpoints import finite_or_none, weights_path
 from trainer.distributed import Logger, check_same_weights, is_main_process, rank_and_world
 from trainer.evaluation import Evaluator, report
-from trainer.rollout_engine import RolloutEngine
+from trainer.rollout_engine import RolloutEngine, create_rollout_engine
 from trainer.self_check import peak_memory, self_check
-from trainer.trainer_utils import Interrupted, Interrupts, SkipGuard
+from trainer.trainer_utils import Interrupted, Interrupts, SkipGuard, autocast_context
 
 @dataclass
 class Progress:
@@ -188,7 +188,8 @@ class RunLog:
                    "command": sys.argv}
         (self.folder / "config.json").write_text(json.dumps(content, indent=1, default=str) + "\n", encoding="utf-8")
         shown = ", ".join(f"{name}={value}" for name, value in changed.items() if name != "starter") or "none"
-        Logger(f"run folder {self.folder}; device {device}; flags that differ from the defaults: {shown}")
+        where = f"{device}, {torch.get_num_threads()} threads" if device == "cpu" else device
+        Logger(f"run folder {self.folder}; device {where}; flags that differ from the defaults: {shown}")
 
     def write(self, metrics: dict, line: str | None = None) -> None:
         """Append one line to metrics.jsonl and send the same numbers to the tracker; print `line` if there is one."""
@@ -270,6 +271,16 @@ class RunState:
     log: RunLog | None  # None, as `interrupts`, where nothing is left to do
     interrupts: Interrupts | None
     before: dict | None  # held-out evaluation before the first step
+
+
+def open_engine(args, policy: nn.Module, tokenizer, device: str) -> RolloutEngine:
+    """The engine that the flags describe, ready to sample from `policy`; all ranks take part."""
+    return create_rollout_engine(
+        args.rollout_engine, policy, tokenizer, device, autocast_context(device, args.dtype),
+        sglang_base_url=args.sglang_base_url, sglang_model_path=args.sglang_model_path,
+        sglang_shared_path=args.sglang_shared_path, dtype="bfloat16" if args.dtype == "bfloat16" else "float32",
+        concurrency=args.sglang_concurrency, wait=args.sglang_wait, sync_interval=args.sync_interval,
+    )  # fmt: skip
 
 
 def run_parts(roles, engine, args, device: str, defaults: dict, progress: Progress, plan: list[list[int]]) -> dict:

@@ -15,29 +15,22 @@ if __package__ in (None, ""):
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from trainer.arguments import (
-    STARTER_DEFAULTS, FlagParser, add_file_flags, add_input_flags, at_least_two, device_name, non_negative_float,
-    non_negative_int, parse_with_starter, positive_float, positive_fraction, positive_int, seed_number, switch,
+    STARTER_DEFAULTS, FlagParser, add_file_flags, add_input_flags, add_sglang_flags, add_start_flags, at_least_two,
+    non_negative_float, non_negative_int, parse_with_starter, positive_float, positive_fraction, positive_int, switch,
 )  # fmt: skip
 
 STARTER = {**STARTER_DEFAULTS, "batch_size": 16, "num_generations": 8, "learning_rate": 2e-4, "beta": 0.01,
-           "answer_reward": 4.0, "epochs": 3, "max_steps": 200, "save_interval": 50, "eval_prompts": 300}  # fmt: skip
+           "answer_reward": 4.0, "epochs": 3, "max_steps": 240, "save_interval": 50, "eval_prompts": 300}  # fmt: skip
 
 
 def parse_args(argv=None) -> argparse.Namespace:
     """The flags; defaults are MiniMind's where MiniMind has the flag. Exits with status 2 on a wrong one."""
     parser = FlagParser("GRPO / CISPO training of a MiniMind chat model.")
-    add = parser.group("start here")
-    add("--starter", bool, False, "set the defaults for the built-in small model, its prompts and its reward model "
-        "(seconds a step on a CPU); flags given explicitly still win")
-    add("--max_steps", non_negative_int, 0, "stop after this many rollout steps in all, counting those before a "
-        "resume; 0 = all epochs")
-    add("--epochs", positive_int, 1, "passes over the prompts")
-    add("--seed", seed_number, 42, "fixes data order, sampling and random weights")
-    add("--device", device_name, "auto", "auto (CUDA where there is one), cpu, cuda or cuda:K")
+    add_start_flags(parser)
     add_input_flags(parser)
 
     add = parser.group("rollout")
-    add("--rollout_engine", ["torch"], "torch", "what samples the answers")
+    add("--rollout_engine", ["torch", "sglang"], "torch", "what samples the answers: this process, or SGLang servers")
     add("--num_generations", at_least_two, 6, "answers sampled for each prompt, G")
     add("--max_gen_len", positive_int, 1024, "longest answer in tokens")
     add("--temperature", positive_float, 0.8, "sampling temperature")
@@ -67,6 +60,7 @@ def parse_args(argv=None) -> argparse.Namespace:
         "for a non-finite loss or gradient")
     add("--dtype", ["bfloat16", "float16", "float32"], "bfloat16", "precision of forward passes; weights stay float32")
     add("--use_compile", switch, 0, "1 = torch.compile the policy")
+    add_sglang_flags(parser, shared_path="sglang_ckpt_grpo")
     add_file_flags(parser, save_weight="grpo", wandb_project="MiniMind-GRPO")
     return parse_with_starter(parser, argv, STARTER)
 
@@ -85,15 +79,15 @@ from trainer.rewards import calculate_rewards
 from trainer.rl_math import (
     cispo_policy_loss, group_relative_advantages, grpo_policy_loss, masked_mean, sequence_mean, token_kl_penalty,
 )  # fmt: skip
-from trainer.rollout_engine import RolloutResult, create_rollout_engine, sample_answers, score_answers
+from trainer.rollout_engine import RolloutResult, sample_answers, score_answers
 from trainer.run_state import (
-    Progress, RunState, end_epoch, finish_step, planned_rows, resume_entries, resumed_progress, run_parts,
+    Progress, RunState, end_epoch, finish_step, open_engine, planned_rows, resume_entries, resumed_progress, run_parts,
     train_until_done, windows,
 )  # fmt: skip
 from trainer.trainer_utils import (
-    CosineSchedule, Interrupted, all_reduce_sum, autocast_context, global_share, grad_sync, init_distributed_mode,
-    is_main_process, lm_checkpoint, load_resumed_model, load_roles, open_loader, optimizer_step, row_is_real, run_main,
-    save_weights, setup_seed, shuffle_within_groups, weights_path, wrap_ddp,
+    CosineSchedule, Interrupted, all_reduce_sum, autocast_context, global_share, grad_sync, is_main_process,
+    lm_checkpoint, load_resumed_model, load_roles, open_loader, optimizer_step, row_is_real, run_main,
+    save_weights, shuffle_within_groups, start_process, weights_path, wrap_ddp,
 )  # fmt: skip
 
 TRAIN_STREAM = 1  # first word of the random keys of training prompts; evaluation uses 2
@@ -257,9 +251,7 @@ def build_run(args, device: str) -> Run:
         optimizer.load_state_dict(resumed["optimizer"])
         schedule.load_state_dict(resumed["scheduler"])
         scaler.load_state_dict(resumed["scaler"])
-    engine = create_rollout_engine(
-        args.rollout_engine, policy, roles.tokenizer, device, autocast_context(device, args.dtype)
-    )
+    engine = open_engine(args, policy, roles.tokenizer, device)
     return Run(
         policy=policy, models={"policy": policy}, optimizer=optimizer, schedule=schedule, scaler=scaler,
         **run_parts(roles, engine, args, device, vars(parse_args([])), progress, plan),
@@ -269,9 +261,7 @@ def build_run(args, device: str) -> Run:
 def main(argv=None) -> int:
     """Run the script; gives the process's exit status."""
     args = parse_args(argv)
-    device = init_distributed_mode(args.device)
-    setup_seed(args.seed)
-    return train_until_done(build_run(args, device), args, train_epoch, save, script="train_grpo.py",
+    return train_until_done(build_run(args, start_process(args)), args, train_epoch, save, script="train_grpo.py",
                             curves=["reward", "kl", "completions/mean_length"])
 
 

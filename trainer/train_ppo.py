@@ -16,8 +16,9 @@ if __package__ in (None, ""):
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from trainer.arguments import (
-    STARTER_DEFAULTS, FlagParser, add_file_flags, add_input_flags, any_float, device_name, fraction, non_negative_float,
-    non_negative_int, parse_with_starter, positive_float, positive_fraction, positive_int, seed_number, switch,
+    STARTER_DEFAULTS, FlagParser, add_file_flags, add_input_flags, add_sglang_flags, add_start_flags, any_float,
+    fraction, non_negative_float, non_negative_int, parse_with_starter, positive_float, positive_fraction,
+    positive_int, switch,
 )  # fmt: skip
 
 STARTER = {**STARTER_DEFAULTS, "batch_size": 64, "mini_batch_size": 32, "learning_rate": 1e-4,
@@ -28,18 +29,11 @@ STARTER = {**STARTER_DEFAULTS, "batch_size": 64, "mini_batch_size": 32, "learnin
 def parse_args(argv=None) -> argparse.Namespace:
     """The flags; defaults are MiniMind's where MiniMind has the flag. Exits with status 2 on a wrong one."""
     parser = FlagParser("PPO training of a MiniMind chat model.")
-    add = parser.group("start here")
-    add("--starter", bool, False, "set the defaults for the built-in small model, its prompts and its reward model "
-        "(seconds a step on a CPU); flags given explicitly still win")
-    add("--max_steps", non_negative_int, 0, "stop after this many rollout steps in all, counting those before a "
-        "resume; 0 = all epochs")
-    add("--epochs", positive_int, 1, "passes over the prompts")
-    add("--seed", seed_number, 42, "fixes data order, sampling and random weights")
-    add("--device", device_name, "auto", "auto (CUDA where there is one), cpu, cuda or cuda:K")
+    add_start_flags(parser)
     add_input_flags(parser)
 
     add = parser.group("rollout")
-    add("--rollout_engine", ["torch"], "torch", "what samples the answers")
+    add("--rollout_engine", ["torch", "sglang"], "torch", "what samples the answers: this process, or SGLang servers")
     add("--max_gen_len", positive_int, 1024, "longest answer in tokens")
     add("--temperature", positive_float, 0.8, "sampling temperature")
     add("--top_p", positive_fraction, 1.0, "sample from the smallest set of tokens that holds this much probability; 1 "
@@ -75,6 +69,7 @@ def parse_args(argv=None) -> argparse.Namespace:
         "for a non-finite loss or gradient")
     add("--dtype", ["bfloat16", "float16", "float32"], "bfloat16", "precision of forward passes; weights stay float32")
     add("--use_compile", switch, 0, "1 = torch.compile actor and critic")
+    add_sglang_flags(parser, shared_path="sglang_ckpt_ppo")
     add_file_flags(parser, save_weight="ppo_actor", wandb_project="MiniMind-PPO")
     return parse_with_starter(parser, argv, STARTER)
 
@@ -98,16 +93,16 @@ from trainer.rl_math import (
     ppo_policy_loss, ppo_value_loss, reference_kl_penalty, response_logp_positions, terminal_rewards,
 )  # fmt: skip
 from trainer.rollout_engine import (
-    RolloutResult, compute_per_token_logps, create_rollout_engine, sample_answers, score_tokens,
+    RolloutResult, compute_per_token_logps, sample_answers, score_tokens,
 )  # fmt: skip
 from trainer.run_state import (
-    Progress, RunState, end_epoch, finish_step, planned_rows, resume_entries, resumed_progress, run_parts,
+    Progress, RunState, end_epoch, finish_step, open_engine, planned_rows, resume_entries, resumed_progress, run_parts,
     train_until_done, windows,
 )  # fmt: skip
 from trainer.trainer_utils import (
-    CosineSchedule, Interrupted, all_reduce_sum, autocast_context, global_share, grad_sync, init_distributed_mode,
-    is_main_process, lm_checkpoint, load_resumed_model, load_roles, open_loader, optimizer_step, rank_and_world,
-    row_is_real, run_main, save_weights, setup_seed, unwrap_model, weights_path, wrap_ddp,
+    CosineSchedule, Interrupted, all_reduce_sum, autocast_context, global_share, grad_sync, is_main_process,
+    lm_checkpoint, load_resumed_model, load_roles, open_loader, optimizer_step, rank_and_world,
+    row_is_real, run_main, save_weights, start_process, unwrap_model, weights_path, wrap_ddp,
 )  # fmt: skip
 
 TRAIN_STREAM, MINIBATCH_STREAM = 1, 3  # first words of random keys; evaluation uses 2
@@ -165,7 +160,7 @@ def gather_experience(run: Run, args, rollout: RolloutResult, rewards: Tensor, r
         old_values = run.critic(rollout.output_ids, full_mask).float().gather(1, positions)
         ref_logps = compute_per_token_logps(run.reference, *inputs) if run.reference is not None else None
         # In half precision decoding and training round differently, so the ratio would not start at 1.
-        exact = args.dtype == "float32"
+        exact = args.dtype == "float32" and not run.engine.must_recompute(args.temperature, args.logp_temperature)
         old_logps = rollout.per_token_logps if exact else compute_per_token_logps(run.actor, *inputs)
     advantages, returns = compute_gae(
         terminal_rewards(rewards, mask), old_values, mask, gamma=args.gamma, lam=args.lam
@@ -377,9 +372,7 @@ def build_run(args, device: str) -> Run:
     scaler = torch.amp.GradScaler(device.partition(":")[0], enabled=args.dtype == "float16")
     if resumed:
         scaler.load_state_dict(resumed["scaler"])
-    engine = create_rollout_engine(
-        args.rollout_engine, actor, roles.tokenizer, device, autocast_context(device, args.dtype)
-    )
+    engine = open_engine(args, actor, roles.tokenizer, device)
     return Run(
         actor=actor, critic=critic, models={"actor": actor, "critic": critic}, optimizers=optimizers,
         schedules=schedules, scaler=scaler,
@@ -390,9 +383,7 @@ def build_run(args, device: str) -> Run:
 def main(argv=None) -> int:
     """Run the script; gives the process's exit status."""
     args = parse_args(argv)
-    device = init_distributed_mode(args.device)
-    setup_seed(args.seed)
-    return train_until_done(build_run(args, device), args, train_epoch, save, script="train_ppo.py",
+    return train_until_done(build_run(args, start_process(args)), args, train_epoch, save, script="train_ppo.py",
                             curves=["reward", "kl", "critic/explained_var", "completions/mean_length"])
 
 

@@ -36,7 +36,7 @@ __all__ = [
     "get_model_params", "global_share", "grad_sync", "init_distributed_mode", "init_model", "is_main_process",
     "lm_checkpoint", "load_resumed_model", "load_roles", "load_tokenizer", "open_loader", "optimizer_step",
     "rank_and_world", "row_is_real", "run_main", "save_weights", "setup_seed", "shard_epoch", "shuffle_within_groups",
-    "unwrap_model", "weights_path", "wrap_ddp",
+    "start_process", "unwrap_model", "weights_path", "wrap_ddp",
 ]  # fmt: skip
 
 
@@ -48,6 +48,15 @@ def setup_seed(seed: int) -> None:
     torch.manual_seed(seed)
     torch.backends.cudnn.deterministic = True
     torch.backends.cudnn.benchmark = False
+
+
+def start_process(args) -> str:
+    """Threads, process group and seeds as the flags say; gives this process's device."""
+    if args.threads:
+        torch.set_num_threads(args.threads)
+    device = init_distributed_mode(args.device)
+    setup_seed(args.seed)
+    return device
 
 
 def get_lr(current_step: int, total_steps: int, lr: float) -> float:
