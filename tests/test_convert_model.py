@@ -167,6 +167,9 @@ def test_what_exists_is_only_replaced_when_asked_and_only_a_model_folder(weights
         convert(path, folder)
     with pytest.raises(ValueError, match="exists already"):
         convert(folder, path)
+    state, config = read_folder(folder)
+    with pytest.raises(ValueError, match="exists already; choose another folder"):
+        write_folder(folder, state, config, "float32")
     (folder / "stale.bin").write_text("")
     convert(path, folder, "--overwrite", "1")
     assert not (folder / "stale.bin").exists()

@@ -27,5 +27,5 @@ def truncated_importance_weights(old_logps: Tensor, rollout_logps: Tensor, mask:
     if cap == 0:
         return torch.ones_like(old_logps)
     # capped before exp: a difference of 200 nats would overflow
-    difference = (old_logps - rollout_logps).masked_fill(~mask, 0.0).clamp(max=math.log(cap))
-    return torch.where(mask, difference.exp(), torch.ones_like(difference))
+    weights = (old_logps - rollout_logps).clamp(max=math.log(cap)).exp()
+    return weights.masked_fill(~mask, 1.0)

@@ -22,7 +22,7 @@ from trainer.arguments import (
 )  # fmt: skip
 
 STARTER = {**STARTER_DEFAULTS, "batch_size": 64, "mini_batch_size": 32, "learning_rate": 1e-4,
-           "critic_learning_rate": 5e-4, "answer_reward": 4.0, "epochs": 6, "max_steps": 120, "save_interval": 50,
+           "critic_learning_rate": 5e-4, "answer_reward": 4.0, "epochs": 5, "max_steps": 100, "save_interval": 50,
            "eval_prompts": 300}  # fmt: skip
 
 
