@@ -115,6 +115,8 @@ def test_metrics_are_those_of_the_answers(flags, tmp_path):
     assert line["reward_std"] == pytest.approx(groups.std(dim=1, unbiased=False).mean().item(), abs=1e-6)
     assert line["completions/mean_length"] == pytest.approx(sum(lengths) / 6)
     ended = (rollout.completion_ids == 2).any(1)
+    for ids, length, end in zip(rollout.completion_ids.tolist(), lengths, ended.tolist()):
+        assert (ids.index(2) + 1 if end else 8) == length, "up to and including the first EOS"
     assert line["completions/clipped_ratio"] == pytest.approx(1 - ended.double().mean().item())
     assert line["advantages/mean"] == pytest.approx(0, abs=1e-6)
     assert line["advantages/std"] == pytest.approx(1, abs=1e-2)
