@@ -87,3 +87,13 @@ def test_every_metric_of_a_run_is_defined(module, tmp_path):
         defined |= {stem + option + tail for option in options.split(",")} if options else {cell}
     plain = {name.removesuffix("_se").removesuffix("_greedy") for name in names}
     assert plain - defined == set()
+
+
+@pytest.mark.parametrize("path", READMES, ids=lambda path: path.name)
+def test_every_guarantee_names_a_test_that_exists(path):
+    named = re.findall(r"`(\w+\.py)(?:::(\w+))?`", path.read_text(encoding="utf-8"))
+    named = [(file, name) for file, name in named if file.startswith("test_")]
+    assert len(named) > 20
+    for file, name in named:
+        text = (REPO_ROOT / "tests" / file).read_text(encoding="utf-8")
+        assert not name or f"def {name}(" in text, (file, name)
