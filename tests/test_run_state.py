@@ -123,7 +123,7 @@ def until_done(monkeypatch, run, train_epoch, **changes):
     saved = []
     monkeypatch.setattr(run_state, "report", lambda log, before, after, *rest: saved.append((before, after)))
     status = train_until_done(run, flags("out", **changes), train_epoch, lambda run, args: saved.append("saved"),
-                              curves=[], script="train_grpo.py")  # fmt: skip
+                              curves=[])  # fmt: skip
     return status, saved
 
 

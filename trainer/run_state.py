@@ -319,7 +319,7 @@ def end_epoch(run: RunState) -> None:
         run.progress = run.progress.next_epoch()
 
 
-def train_until_done(run: RunState, args, train_epoch, save, *, curves: list[str], script: str) -> int:
+def train_until_done(run: RunState, args, train_epoch, save, *, curves: list[str]) -> int:
     """Self-check, evaluate, every epoch that is left, save, evaluate, report; gives the process's exit status.
 
     A signal is answered with a checkpoint. `train_epoch(run, args, rows_per_step)` and `save(run, args)` are the
@@ -341,9 +341,9 @@ def train_until_done(run: RunState, args, train_epoch, save, *, curves: list[str
         with run.interrupts.deferred():
             save(run, args)
         after = run.evaluator.measure(run.log, run.progress.step)
-        command = f"python trainer/{script}{' --starter' if args.starter else ''}"
+        limit = f" --max_steps {2 * run.progress.step}" if args.max_steps else ""
         report(run.log, run.before, after, weights_path(args.save_dir, args.save_weight, run.config), curves,
-               f"{command} --max_steps {2 * run.progress.step} --from_resume 1   (train on)")
+               f"to train on: the same command with --epochs {2 * args.epochs}{limit} --from_resume 1")
     except Interrupted:
         if args.dry_run:
             return run.interrupts.exit_status

@@ -20,7 +20,7 @@ from trainer.arguments import (
 )  # fmt: skip
 
 STARTER = {**STARTER_DEFAULTS, "batch_size": 16, "num_generations": 8, "learning_rate": 2e-4, "beta": 0.01,
-           "answer_reward": 4.0, "epochs": 3, "max_steps": 240, "save_interval": 50, "eval_prompts": 300}  # fmt: skip
+           "answer_reward": 4.0, "epochs": 3, "max_steps": 220, "save_interval": 50, "eval_prompts": 300}  # fmt: skip
 
 
 def parse_args(argv=None) -> argparse.Namespace:
@@ -261,7 +261,7 @@ def build_run(args, device: str) -> Run:
 def main(argv=None) -> int:
     """Run the script; gives the process's exit status."""
     args = parse_args(argv)
-    return train_until_done(build_run(args, start_process(args)), args, train_epoch, save, script="train_grpo.py",
+    return train_until_done(build_run(args, start_process(args)), args, train_epoch, save,
                             curves=["reward", "kl", "completions/mean_length"])
 
 

@@ -383,7 +383,7 @@ def build_run(args, device: str) -> Run:
 def main(argv=None) -> int:
     """Run the script; gives the process's exit status."""
     args = parse_args(argv)
-    return train_until_done(build_run(args, start_process(args)), args, train_epoch, save, script="train_ppo.py",
+    return train_until_done(build_run(args, start_process(args)), args, train_epoch, save,
                             curves=["reward", "kl", "critic/explained_var", "completions/mean_length"])
 
 
