@@ -6,6 +6,7 @@ Every configuration names what all processes do together; a process takes its pa
 """
 
 import sys
+from datetime import timedelta
 from pathlib import Path
 
 import small_runs as small
@@ -41,9 +42,12 @@ ONLY_RANKS = {
     "ppo, same prompts": (train_ppo, {**PPO, "batch_size": 2, "data": "same.jsonl"}),
     "grpo, experts": (train_grpo, {**GRPO, "use_moe": 1, "max_steps": 2}),
     "ppo, experts": (train_ppo, {**PPO, "use_moe": 1, "max_steps": 2}),
+    "grpo, one loss is NaN": (train_grpo, {**GRPO, "max_steps": 3}),
+    "ppo, one loss is NaN": (train_ppo, {**PPO, "max_steps": 3}),
     "grpo, to be ended by one": (train_grpo, {**GRPO, "max_steps": 2}),
     "ppo, begun by one": (train_ppo, {**PPO, "from_resume": 1}),
 }
+LOSSES = {train_grpo: "cispo_policy_loss", train_ppo: "ppo_value_loss"}
 MISSING = ("(3)", "(4)", "(9)", "(12)", "(17)")  # prompts whose answers get no finite reward where rewards are missing
 
 
@@ -76,6 +80,18 @@ def all_ranks_equal(models) -> bool:
     return all(torch.equal(other, bits) for other in theirs)
 
 
+def nan_at_second_call(loss):
+    """`loss`, which is NaN at its second call on the last rank; on the others it is what it is."""
+    calls = []
+
+    def broken(*args, **kwargs):
+        rank, world = rank_and_world()
+        calls.append(None)
+        return loss(*args, **kwargs) * (torch.nan if len(calls) == 2 and rank == world - 1 else 1.0)
+
+    return broken
+
+
 def run_config(name: str, folder: Path, out: Path, **changes) -> dict:
     """What this process found.
 
@@ -99,9 +115,10 @@ def run_config(name: str, folder: Path, out: Path, **changes) -> dict:
         seen["answers"] += [ids[mask].tolist() for ids, mask in zip(rollout.completion_ids, rollout.completion_mask)]
         return rollout
 
+    replaced = {LOSSES[script]: nan_at_second_call(getattr(script, LOSSES[script]))} if "NaN" in name else {}
     rewards = small.nan_rewards_for(*MISSING) if "missing" in name else small.text_rewards
     status, run = small.run_script(script, flags_of(name, folder, out, **changes), rewards,
-                                   optimizer_step=step_and_compare, sample_answers=sample_and_keep)
+                                   optimizer_step=step_and_compare, sample_answers=sample_and_keep, **replaced)
     assert status == 0
     models = {key: small.state_of(unwrap_model(model)) for key, model in run.models.items()}
     return {"models": models, "optimizer_steps": run.progress.optimizer_steps, **seen}
@@ -109,7 +126,8 @@ def run_config(name: str, folder: Path, out: Path, **changes) -> dict:
 
 def main(folder: Path) -> None:
     torch.set_num_threads(1)
-    dist.init_process_group("gloo")
+    # Ranks that decide differently wait for each other for ever; then the test is to fail, not to hang.
+    dist.init_process_group("gloo", timeout=timedelta(minutes=3))
     for name in CONFIGS | ONLY_RANKS:
         result = run_config(name, folder, folder / name)
         torch.save(result, folder / name / f"rank{dist.get_rank()}.pt")

@@ -39,15 +39,19 @@ def two_ranks(tokenizer, tmp_path_factory):
     return folder, found
 
 
+def assert_same_weights(one: dict, two: dict) -> None:
+    for model, state in one.items():
+        difference = torch.cat([(state[name] - two[model][name]).abs().flatten() for name in state])
+        assert (difference > 1e-6).double().mean() < 1e-4, model
+        assert difference.max() < 1e-5, model
+
+
 @pytest.mark.parametrize("name", [*driver.CONFIGS, "grpo, one prompt", "ppo, one prompt"])
 def test_two_ranks_train_as_one_process(two_ranks, tmp_path, name):
     folder, found = two_ranks
     alone = driver.run_config(name, folder, tmp_path)
     first, second = found[name]
-    for model, state in alone["models"].items():
-        difference = torch.cat([(state[name] - first["models"][model][name]).abs().flatten() for name in state])
-        assert (difference > 1e-6).double().mean() < 1e-4, model
-        assert difference.max() < 1e-5, model
+    assert_same_weights(alone["models"], first["models"])
     assert first["rates"] == alone["rates"]
     assert first["optimizer_steps"] == alone["optimizer_steps"] > 0
     lines = [small.metrics_lines(path) for path in (tmp_path, folder / name)]
@@ -65,6 +69,18 @@ def test_ranks_hold_the_same_bits_after_every_optimizer_step(two_ranks, name):
     assert first["rates"], "there were steps"
     for model in first["models"]:
         assert small.same_state(first["models"][model], second["models"][model])
+
+
+@pytest.mark.parametrize("name", ["grpo, one loss is NaN", "ppo, one loss is NaN"])
+def test_a_nan_on_one_rank_skips_the_step_on_both(two_ranks, tmp_path, name):
+    folder, found = two_ranks
+    alone = driver.run_config(name, folder, tmp_path)
+    for run in (alone, *found[name]):
+        assert run["optimizer_steps"] == len(run["rates"]) - 1, "all but one of the steps were taken"
+    assert_same_weights(alone["models"], found[name][0]["models"])
+    skipped = [[line["skipped_steps"] for line in small.metrics_lines(path)] for path in (tmp_path, folder / name)]
+    assert skipped[0] == skipped[1]
+    assert sum(map(bool, skipped[0])) == 1
 
 
 def test_a_run_of_one_process_goes_on_with_two(two_ranks):
