@@ -35,8 +35,8 @@ class RolloutResult(NamedTuple):
     completions: list[str]
     prompt_lens: Tensor
     completion_mask: Tensor
-    attention_mask: Tensor
-    finished: Tensor
+    attention_mask: Tensor | None = None
+    finished: Tensor | None = None
 
 
 # ---------------------------------------------------------------------------------------------- scoring
