@@ -24,8 +24,9 @@ fi
 # The server is a process group of its own, so that kill -9 reaches its workers too.
 cat >"$work/launch.sh" <<LAUNCH
 [ ! -s "$work/pid" ] || kill -9 -- -"\$(cat "$work/pid")" 2>/dev/null || true
-PYTHONPATH="${SMOKE_PYTHONPATH:-}" HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 setsid "$venv/bin/python" -m sglang.launch_server \
-    --model-path "\$(cat "$work/folder")" ${options[*]} >>"$work/server.log" 2>&1 </dev/null &
+PYTHONPATH="${SMOKE_PYTHONPATH:-}" HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 \
+    setsid "$venv/bin/python" -m sglang.launch_server --model-path "\$(cat "$work/folder")" ${options[*]} \
+    >>"$work/server.log" 2>&1 </dev/null &
 echo \$! >"$work/pid"
 LAUNCH
 stop() { bash -c "kill -9 -- -\$(cat '$work/pid')" 2>/dev/null || true; }

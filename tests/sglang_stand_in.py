@@ -17,7 +17,11 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 
+from tests.tiny_models import prompts, tiny
+from trainer.rollout_engine import SGLangRolloutEngine
+
 CONTEXT = 64
+KEYS = [(1, 42, 0, 3), (1, 42, 0, 4), (1, 42, 0, 5)]  # of the three prompts of `roll`
 SAMPLED: dict[tuple, tuple] = {}  # answers by weights, prompt and settings: the same question costs nothing twice
 
 
@@ -259,3 +263,26 @@ class StandIn:
         if self.has_versions and body.get("weight_version"):
             self.weight_version = body["weight_version"]
         return 200, {"success": True, "message": "Succeeded to update model weights.", "num_paused_requests": 0}
+
+
+# ---------------------------------------------------------------------------------------------- the other side
+def build_engine(tokenizer, shared: Path, *servers: StandIn, **settings) -> SGLangRolloutEngine:
+    """An engine of these stand-ins, quick to try again."""
+    settings = {"timeout": 5.0, "backoff": 0.01, "wait": 5.0, **settings}
+    return SGLangRolloutEngine(",".join(s.url for s in servers), None, str(shared), tokenizer=tokenizer, **settings)
+
+
+def roll(engine, *, generations=2, tokens=6, temperature=0.8, **settings):
+    """Answers to three short prompts with fixed keys."""
+    ids, mask = prompts()
+    return engine.rollout(ids, mask, generations, tokens, temperature, prompt_keys=KEYS, **settings)
+
+
+def changed(seed: int = 5):
+    """The tiny model with other weights."""
+    model = tiny()
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator))
+    return model

@@ -305,9 +305,10 @@ class SGLangRolloutEngine(RolloutEngine):
             version = self.versions.version
             try:
                 return self._in_parallel(lambda job: job[0].generate(job[1], self.vocab_size, version), jobs)
-            except BaseException:
+            except BaseException as error:
                 for server in self.servers:
-                    server.abort_all()
+                    if server is not getattr(error, "server", None):  # one that is gone has nothing to end
+                        server.abort_all()
                 raise
 
         answers = iter(self._with_recovery(attempt))
