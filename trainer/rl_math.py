@@ -1,64 +1,39 @@
 """The arithmetic of the two trainers as pure functions on tensors. Imports torch only; nothing here reads flags.
 
-Letters: B prompts, G answers a prompt, N = B·G rows (PPO: G = 1), P padded prompt width, R response width, W = P+R,
-V vocabulary. `logps` are natural logs; `old_` = when sampled, `ref_` = frozen reference. Masks are bool, True = counts
-(0/1 masks of another dtype are understood).
-
-Three rules hold in every function:
-- Masks select (`masked_fill`) before anything is computed. Multiplying by the mask afterwards leaves 0·inf in the
-  backward pass: one padding entry of 200 nats gives the right loss and a NaN gradient.
-- Log ratios are capped at `MAX_LOG_RATIO` before `exp`, so a value of any size gives a finite loss and gradient.
-  Past the cap (a probability changed 5e8-fold) the gradient is 0: that is a mismatch of engines, not something learnt.
-- Shapes are checked (ValueError naming both), because an [N] advantage against an [N, R] ratio broadcasts along the
-  wrong axis when N == R. Unless a docstring says more, this is the only error raised.
+Here are the formulas of PPO and GRPO as MiniMind has them. `rl_basics.py` has what they are built of and explains the
+letters and the three rules (masks select, log ratios are capped, shapes are checked); `rl_options.py` has what is off
+by default. Every name can be imported from here.
 """
-
-from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-MAX_LOG_RATIO = 20.0  # nats; exp(20) = 4.9e8 still has room for advantages and sums in float32
+from trainer.rl_basics import (
+    MAX_LOG_RATIO, ReduceSum, centred_groups, check_fit, check_same_shape, kl_k1, kl_k2, masked_mean, moments, select,
+    sequence_mean, terminal_rewards, token_kl_penalty, token_ratios, widened,
+)  # fmt: skip
+from trainer.rl_options import (
+    ClipRatios, adapt_kl_coef, aggregate, aggregation_count, batch_std_advantages, cispo_clip_ratio, cispo_token_loss,
+    clip_ratios, flat_groups, group_centred_advantages, grpo_token_loss, gspo_token_loss, kl_estimate, kl_k3_unbiased,
+    mask_truncated, overlong_penalty, penalize_missing_eos, ppo_token_loss, rloo_advantages, sequence_ratios,
+    sequence_rewards_with_kl, token_rewards_with_kl, whiten_rewards,
+)  # fmt: skip
+
+__all__ = [
+    "BLOCK_ELEMENTS", "MAX_LOG_RATIO", "ClipRatios", "ReduceSum", "adapt_kl_coef", "aggregate", "aggregation_count",
+    "approx_policy_kl", "batch_std_advantages", "cispo_clip_ratio", "cispo_policy_loss", "cispo_token_loss",
+    "clip_fraction", "clip_ratios", "compute_gae", "dpo_logratio_loss", "explained_variance", "flat_groups",
+    "gather_response_logps", "group_centred_advantages", "group_relative_advantages", "grpo_policy_loss",
+    "grpo_token_loss", "gspo_token_loss", "kl_estimate", "kl_k1", "kl_k2", "kl_k3_unbiased", "logps_and_entropy",
+    "mask_truncated", "mask_until_eos", "masked_mean", "normalize_advantages", "overlong_penalty",
+    "penalize_missing_eos", "ppo_policy_loss", "ppo_token_loss", "ppo_value_loss", "reference_kl_penalty",
+    "response_logp_positions", "rloo_advantages", "selective_logps", "sequence_mean", "sequence_ratios",
+    "sequence_rewards_with_kl", "terminal_rewards", "token_entropy", "token_kl_penalty", "token_ratios",
+    "token_rewards_with_kl", "whiten_rewards",
+]  # fmt: skip
+
 BLOCK_ELEMENTS = 1 << 24  # float32 numbers in one block of logits (64 MiB)
-ReduceSum = Callable[[Tensor], Tensor] | None
-
-
-def _check_same_shape(**tensors: Tensor) -> None:
-    """Raises ValueError, naming every tensor with its shape, unless all shapes are equal."""
-    _check_fit("one shape for all", len({tensor.shape for tensor in tensors.values()}) == 1, **tensors)
-
-
-def _check_fit(expected: str, fits: bool, **tensors: Tensor) -> None:
-    """Raises ValueError, naming every tensor with its shape and what was expected, unless `fits`."""
-    if not fits:
-        found = " and ".join(f"{name} {tuple(tensor.shape)}" for name, tensor in tensors.items())
-        raise ValueError(f"the shapes do not fit: found {found}, expected {expected}")
-
-
-def _select(values: Tensor, mask: Tensor) -> Tensor:
-    """`values` where the mask is True and 0 elsewhere, gradient 0 there too; at least float32, for sums."""
-    return values.to(torch.promote_types(values.dtype, torch.float32)).masked_fill(~mask.bool(), 0)
-
-
-def masked_mean(values: Tensor, mask: Tensor) -> Tensor:
-    """The mean of `values` over all counted tokens of the batch: PPO's reduction. 0 (gradient 0) if nothing counts.
-
-    Args: values and mask of one shape, grad flows to counted entries only.  Returns: [] in float32 or float64.
-    """
-    _check_same_shape(values=values, mask=mask)
-    return _select(values, mask).sum() / mask.bool().sum().clamp(min=1)
-
-
-def sequence_mean(values: Tensor, mask: Tensor) -> Tensor:
-    """The mean over rows of each row's masked mean: GRPO's reduction. A short row weighs as much as a long one.
-
-    A row without a counted token adds 0 and still counts as a row, as in MiniMind; no rows at all give 0.
-    Args: values [N, R], grad flows to counted entries only; mask [N, R].  Returns: [] in float32 or float64.
-    """
-    _check_same_shape(values=values, mask=mask)
-    _check_fit("[N, R]", values.ndim == 2, values=values)
-    row_means = _select(values, mask).sum(dim=1) / mask.bool().sum(dim=1).clamp(min=1)
-    return row_means.sum() / max(row_means.numel(), 1)
+LOWEST_LOG_PROB = -1e4  # nats; exp of it is 0, and 0·-inf of a token ruled out must not make an entropy NaN
 
 
 def mask_until_eos(completion_ids: Tensor, completion_mask: Tensor, eos_token_id: int) -> Tensor:
@@ -67,8 +42,8 @@ def mask_until_eos(completion_ids: Tensor, completion_mask: Tensor, eos_token_id
     A pad id sampled in the middle of an answer counts; an EOS id standing in the padding ends nothing.
     Args: completion_ids [N, R] token ids; completion_mask [N, R], True = produced by the engine.  Returns: bool [N, R].
     """
-    _check_same_shape(completion_ids=completion_ids, completion_mask=completion_mask)
-    _check_fit("[N, R]", completion_ids.ndim == 2, completion_ids=completion_ids)
+    check_same_shape(completion_ids=completion_ids, completion_mask=completion_mask)
+    check_fit("[N, R]", completion_ids.ndim == 2, completion_ids=completion_ids)
     produced = completion_mask.bool()
     is_eos = (completion_ids == eos_token_id) & produced
     return produced & (is_eos.long().cumsum(dim=1) - is_eos.long() == 0)
@@ -79,7 +54,7 @@ def response_logp_positions(prompt_lens: Tensor, response_width: int) -> Tensor:
 
     Args: prompt_lens [N], the column at which each row's response begins; response_width R.  Returns: long [N, R].
     """
-    _check_fit("[N]", prompt_lens.ndim == 1, prompt_lens=prompt_lens)
+    check_fit("[N]", prompt_lens.ndim == 1, prompt_lens=prompt_lens)
     return prompt_lens.long()[:, None] - 1 + torch.arange(response_width, device=prompt_lens.device)
 
 
@@ -89,53 +64,89 @@ def _logit_blocks(rows: int, width: int, vocabulary: int) -> list[tuple[int, sli
     return [(row, slice(start, start + columns)) for row in range(rows) for start in range(0, width, columns)]
 
 
-class _SelectiveLogps(torch.autograd.Function):
-    """log_softmax(logits / temperature)[target] block by block, forward and backward.
+class _LogpsAndEntropy(torch.autograd.Function):
+    """log_softmax(logits / temperature)[target] and, if asked for, that softmax's entropy; block by block, both ways.
 
     autograd would keep a float32 copy of all logits for `logsumexp` and make two more on the way back. Here the logits
-    (in their own dtype) and one log normaliser a token are kept, and the softmax is made again per block.
+    (in their own dtype) and one or two numbers a token are kept, and the softmax is made again per block.
     """
 
     @staticmethod
-    def forward(ctx, logits: Tensor, targets: Tensor, temperature: float) -> Tensor:
-        logps = torch.empty(targets.shape, dtype=torch.float32, device=logits.device)
+    def forward(ctx, logits: Tensor, targets: Tensor, temperature: float, with_entropy: bool):
+        logps = widened(logits.new_empty(targets.shape))
         log_normalisers = torch.empty_like(logps)
+        entropy = torch.empty_like(logps) if with_entropy else None
         for block in _logit_blocks(*logits.shape):
-            scaled = logits[block].float() / temperature
+            scaled = widened(logits[block]) / temperature
             log_normalisers[block] = scaled.logsumexp(dim=-1)
             logps[block] = scaled.gather(-1, targets[block][..., None])[..., 0] - log_normalisers[block]
-        ctx.save_for_backward(logits, targets, log_normalisers)
+            if with_entropy:
+                log_probs = scaled - log_normalisers[block][..., None]
+                entropy[block] = -(log_probs.exp() * log_probs.clamp(min=LOWEST_LOG_PROB)).sum(dim=-1)
+        ctx.save_for_backward(logits, targets, log_normalisers, entropy)
         ctx.temperature = temperature
-        return logps
+        ctx.set_materialize_grads(False)
+        return logps, entropy
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx, grad_logps: Tensor) -> tuple[Tensor, None, None]:
-        logits, targets, log_normalisers = ctx.saved_tensors
-        grad_logits = torch.empty_like(logits)
+    def backward(ctx, grad_logps: Tensor | None, grad_entropy: Tensor | None):
+        logits, targets, log_normalisers, entropy = ctx.saved_tensors
+        grad_logits = torch.zeros_like(logits)
         for block in _logit_blocks(*logits.shape):
-            incoming = grad_logps[block][..., None] / ctx.temperature
-            probabilities = (logits[block].float() / ctx.temperature - log_normalisers[block][..., None]).exp()
-            gradient = -probabilities * incoming
-            gradient.scatter_add_(-1, targets[block][..., None], incoming)
+            log_probs = widened(logits[block]) / ctx.temperature - log_normalisers[block][..., None]
+            probabilities = log_probs.exp()
             # A padding position may hold NaN logits: its incoming gradient is 0, and 0·NaN must not become NaN.
-            grad_logits[block] = gradient.masked_fill_(incoming == 0, 0)
-        return grad_logits, None, None
+            if grad_logps is not None:
+                incoming = grad_logps[block][..., None] / ctx.temperature
+                gradient = -probabilities * incoming
+                gradient.scatter_add_(-1, targets[block][..., None], incoming)
+                grad_logits[block] = gradient.masked_fill_(incoming == 0, 0)
+            if grad_entropy is not None:
+                incoming = grad_entropy[block][..., None] / ctx.temperature
+                gradient = log_probs.clamp_(min=LOWEST_LOG_PROB).add_(entropy[block][..., None]).mul_(probabilities)
+                grad_logits[block] -= gradient.mul_(incoming).masked_fill_(incoming == 0, 0)
+        return grad_logits, None, None, None
+
+
+def _check_logits(logits: Tensor, targets: Tensor, temperature: float) -> None:
+    if not 0 < temperature < float("inf"):
+        raise ValueError(f"temperature is {temperature}, expected a number above 0")
+    fits = logits.ndim == 3 and logits.shape[:2] == targets.shape
+    check_fit("[N, R, V] against [N, R]", fits, logits=logits, targets=targets)
 
 
 def selective_logps(logits: Tensor, targets: Tensor, *, temperature: float) -> Tensor:
     """The log-probability of each target token: log_softmax(logits / temperature)[target], in nats.
 
-    Worked out in float32 whatever the logits' dtype, as target minus logsumexp and in blocks, so that neither the
+    Worked out in float32 (float64 for float64 logits), as target minus logsumexp and in blocks, so that neither the
     forward nor the backward pass holds an [N, R, V] float32 tensor.
     Args: logits [N, R, V], grad flows; targets [N, R] token ids; temperature > 0, the one the tokens were sampled at.
     Returns: float32 [N, R].  Raises: ValueError if the temperature is not finite and above 0.
     """
-    if not 0 < temperature < float("inf"):
-        raise ValueError(f"temperature is {temperature}, expected a number above 0")
-    fits = logits.ndim == 3 and logits.shape[:2] == targets.shape
-    _check_fit("[N, R, V] against [N, R]", fits, logits=logits, targets=targets)
-    return _SelectiveLogps.apply(logits, targets, temperature)
+    _check_logits(logits, targets, temperature)
+    return _LogpsAndEntropy.apply(logits, targets, temperature, False)[0]
+
+
+def logps_and_entropy(logits: Tensor, targets: Tensor, *, temperature: float) -> tuple[Tensor, Tensor]:
+    """(`selective_logps`, `token_entropy`) of the same logits in one pass; grad flows through both.
+
+    Arguments, memory and errors as of `selective_logps`.  Returns: two float32 [N, R]; the first is bit-identical.
+    """
+    _check_logits(logits, targets, temperature)
+    return _LogpsAndEntropy.apply(logits, targets, temperature, True)
+
+
+def token_entropy(logits: Tensor, *, temperature: float) -> Tensor:
+    """The exact entropy of each next-token distribution: -sum over v of p_v·log p_v, p = softmax(logits / temperature).
+
+    In nats, from 0 (sure of one token; up to float32 rounding) to log V. Its gradient with respect to logit v is
+    -p_v·(log p_v + entropy) / temperature.
+    Args: logits [N, R, V], grad flows (none is kept under no_grad); memory and errors as of `selective_logps`.
+    Returns: float32 [N, R].
+    """
+    targets = torch.zeros(logits.shape[:2], dtype=torch.long, device=logits.device)
+    return logps_and_entropy(logits, targets, temperature=temperature)[1]
 
 
 def gather_response_logps(logits: Tensor, output_ids: Tensor, positions: Tensor) -> Tensor:
@@ -146,45 +157,13 @@ def gather_response_logps(logits: Tensor, output_ids: Tensor, positions: Tensor)
     Returns: float32 [N, R].  Raises: ValueError if a position has no next token (outside 0 ... W - 2).
     """
     fits = logits.ndim == 3 and logits.shape[:2] == output_ids.shape
-    _check_fit("[N, W, V] against [N, W]", fits, logits=logits, output_ids=output_ids)
+    check_fit("[N, W, V] against [N, W]", fits, logits=logits, output_ids=output_ids)
     fits = positions.ndim == 2 and positions.shape[0] == output_ids.shape[0]
-    _check_fit("[N, R] against [N, W]", fits, positions=positions, output_ids=output_ids)
+    check_fit("[N, R] against [N, W]", fits, positions=positions, output_ids=output_ids)
     if bool(((positions < 0) | (positions > output_ids.shape[1] - 2)).any()):
         raise ValueError(f"positions {positions.tolist()} must lie in 0 ... {output_ids.shape[1] - 2} (W - 2)")
     rows = torch.arange(positions.shape[0], device=positions.device)[:, None]
     return selective_logps(logits[rows, positions], output_ids.gather(1, positions + 1), temperature=1.0)
-
-
-def kl_k1(logps: Tensor, ref_logps: Tensor) -> Tensor:
-    """Per-token k1 estimate of KL(policy || reference): logps - ref_logps, in nats; unbiased, of either sign.
-
-    As a loss term it is useless: its expected gradient is E[grad logp] = 0. Arguments and source as below.
-    """
-    _check_same_shape(logps=logps, ref_logps=ref_logps)
-    return logps - ref_logps
-
-
-def kl_k2(logps: Tensor, ref_logps: Tensor) -> Tensor:
-    """Per-token k2 estimate of KL(policy || reference): 0.5 · (logps - ref_logps)², in nats; biased, at least 0.
-
-    As a loss term its expected gradient is that of KL(policy || reference). Arguments and source as below.
-    """
-    _check_same_shape(logps=logps, ref_logps=ref_logps)
-    return 0.5 * (logps - ref_logps).square()
-
-
-def token_kl_penalty(logps: Tensor, ref_logps: Tensor) -> Tensor:
-    """Per-token estimate of KL(policy || reference), in nats; at least 0 up to float32 rounding.
-
-    With d = ref_logps - logps the estimate is exp(d) - d - 1 (k3, joschu.net/blog/kl-approx.html). d is capped at
-    MAX_LOG_RATIO in both terms; downwards nothing overflows, so there the pull back to the reference stays.
-    The cap also keeps NaN and ±1e4 of the padding out of the gradient, once a masked mean has dropped the values.
-    As a loss term its expected gradient is that of the forward KL(reference || policy) (arXiv 2512.21852).
-    Args: logps [N, R], grad flows; ref_logps [N, R], no grad. Padding is NOT masked here.  Returns: [N, R].
-    """
-    _check_same_shape(logps=logps, ref_logps=ref_logps)
-    d = (ref_logps - logps).clamp(max=MAX_LOG_RATIO)
-    return d.expm1() - d  # exp(d) - 1 - d, without the rounding that would make a small divergence negative
 
 
 def reference_kl_penalty(logps: Tensor, ref_logps: Tensor, mask: Tensor) -> Tensor:
@@ -192,8 +171,8 @@ def reference_kl_penalty(logps: Tensor, ref_logps: Tensor, mask: Tensor) -> Tens
 
     Args: logps [N, R], grad flows; ref_logps, mask [N, R], no grad.  Returns: [].
     """
-    _check_same_shape(logps=logps, ref_logps=ref_logps, mask=mask)
-    return masked_mean(token_kl_penalty(_select(logps, mask), _select(ref_logps, mask)), mask)
+    check_same_shape(logps=logps, ref_logps=ref_logps, mask=mask)
+    return masked_mean(token_kl_penalty(select(logps, mask), select(ref_logps, mask)), mask)
 
 
 @torch.no_grad()
@@ -202,21 +181,8 @@ def approx_policy_kl(logps: Tensor, old_logps: Tensor, mask: Tensor) -> Tensor:
 
     Args: logps, old_logps, mask [N, R]; no grad.  Returns: [].
     """
-    _check_same_shape(logps=logps, old_logps=old_logps, mask=mask)
-    return masked_mean(0.5 * _select(logps - old_logps, mask).square(), mask)
-
-
-@torch.no_grad()
-def terminal_rewards(scores: Tensor, mask: Tensor) -> Tensor:
-    """Token rewards from sequence scores: the score on the row's last counted token, 0 elsewhere.
-
-    A row without a counted token stays 0. A NaN score arrives on that one token: excluding the row is the caller's.
-    Args: scores [N]; mask [N, R]; no grad.  Returns: [N, R].
-    """
-    fits = mask.ndim == 2 and scores.shape == mask.shape[:1]
-    _check_fit("[N] against [N, R]", fits, scores=scores, mask=mask)
-    is_last = mask.bool() & (mask.long().flip(1).cumsum(dim=1).flip(1) == 1)
-    return torch.where(is_last, scores[:, None], torch.zeros_like(scores[:, None]))
+    check_same_shape(logps=logps, old_logps=old_logps, mask=mask)
+    return masked_mean(0.5 * select(logps - old_logps, mask).square(), mask)
 
 
 @torch.no_grad()
@@ -231,9 +197,9 @@ def compute_gae(
     Args: token_rewards, values (of the old critic), mask [N, R]; gamma, lam in [0, 1]; no grad.
     Returns: advantages, returns, each [N, R] and 0 outside the mask.  Source: arXiv 1506.02438, eq. 16.
     """
-    _check_same_shape(token_rewards=token_rewards, values=values, mask=mask)
-    _check_fit("[N, R]", token_rewards.ndim == 2, token_rewards=token_rewards)
-    rewards, values, counted = _select(token_rewards, mask), _select(values, mask), mask.bool()
+    check_same_shape(token_rewards=token_rewards, values=values, mask=mask)
+    check_fit("[N, R]", token_rewards.ndim == 2, token_rewards=token_rewards)
+    rewards, values, counted = select(token_rewards, mask), select(values, mask), mask.bool()
     advantages = torch.zeros_like(values)
     next_value = next_advantage = values.new_zeros(values.shape[0])
     for t in reversed(range(values.shape[1])):
@@ -243,16 +209,6 @@ def compute_gae(
         next_value = values[:, t]
         advantages[:, t] = next_advantage
     return advantages, advantages + values
-
-
-def _centre(values: Tensor, mask: Tensor, reduce_sum: ReduceSum) -> tuple[Tensor, Tensor]:
-    """Values minus their mean (0 outside the mask) and their variance, both over the counted entries of all ranks."""
-    reduce_sum = reduce_sum or torch.clone
-    kept = _select(values, mask).double()
-    total, count = reduce_sum(torch.stack([kept.sum(), mask.bool().sum().double()])).unbind()
-    count = count.clamp(min=1)
-    centred = _select(kept - total / count, mask)
-    return centred, reduce_sum(centred.square().sum()) / count
 
 
 @torch.no_grad()
@@ -265,8 +221,8 @@ def normalize_advantages(
     Args: advantages, mask [N, R]; no grad; `reduce_sum` turns a float64 tensor of this process' sums into the sums
         over all processes (called twice), so that ranks whiten with the moments of the whole batch.  Returns: [N, R].
     """
-    _check_same_shape(advantages=advantages, mask=mask)
-    centred, variance = _centre(advantages, mask, reduce_sum)
+    check_same_shape(advantages=advantages, mask=mask)
+    centred, _, variance = moments(advantages, mask, reduce_sum)
     return (centred * torch.rsqrt(variance + eps)).to(advantages.dtype)
 
 
@@ -278,17 +234,7 @@ def group_relative_advantages(rewards: Tensor, num_generations: int, eps: float 
     [1, NaN, 3, 2] is measured on {1, 3, 2}; none left: all 0; equal rewards: exactly 0.  Source: arXiv 2402.03300.
     Args: rewards [N], no grad; num_generations G.  Returns: [N].  Raises: ValueError if G < 2 or N is no multiple of G.
     """
-    _check_fit("[N]", rewards.ndim == 1, rewards=rewards)
-    if num_generations < 2:
-        raise ValueError(f"num_generations is {num_generations}, expected at least 2: a group is its own baseline")
-    _check_fit(f"[a multiple of {num_generations}]", rewards.numel() % num_generations == 0, rewards=rewards)
-    groups = rewards.double().view(-1, num_generations)
-    finite = groups.isfinite()
-    # Measured from the group's smallest reward: the mean of equal floats may miss them by a rounding error, 0 cannot.
-    smallest = groups.masked_fill(~finite, float("inf")).amin(dim=1, keepdim=True)
-    offsets = (groups - smallest).masked_fill(~finite, 0)
-    count = finite.sum(dim=1, keepdim=True).clamp(min=1)
-    centred = (offsets - offsets.sum(dim=1, keepdim=True) / count).masked_fill(~finite, 0)
+    centred, count = centred_groups(rewards, num_generations)
     std = (centred.square().sum(dim=1, keepdim=True) / count).sqrt()
     return (centred / (std + eps)).view(-1).to(torch.promote_types(rewards.dtype, torch.float32))
 
@@ -300,27 +246,10 @@ def explained_variance(values: Tensor, returns: Tensor, mask: Tensor, *, reduce_
     1 = all of it, 0 = no better than a constant, below 0 = worse. Returns that do not vary (variance <= 1e-12) give 0.
     Args: values, returns, mask [N, R], no grad; `reduce_sum` as above (called four times).  Returns: [] float32.
     """
-    _check_same_shape(values=values, returns=returns, mask=mask)
-    _, target = _centre(returns, mask, reduce_sum)
-    _, error = _centre(returns - values, mask, reduce_sum)
+    check_same_shape(values=values, returns=returns, mask=mask)
+    _, _, target = moments(returns, mask, reduce_sum)
+    _, _, error = moments(returns - values, mask, reduce_sum)
     return torch.where(target > 1e-12, 1 - error / target, torch.zeros_like(target)).float()
-
-
-def _ratio(logps: Tensor, old_logps: Tensor, mask: Tensor) -> Tensor:
-    """policy / old policy, 1 outside the mask; the log ratio is held within ±MAX_LOG_RATIO (gradient 0 beyond)."""
-    return _select(logps - old_logps, mask).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
-
-
-def _clipped_surrogate(ratio: Tensor, advantages: Tensor, epsilon: float) -> Tensor:
-    """-min(ratio·A, clamp(ratio, 1 - epsilon, 1 + epsilon)·A) per token."""
-    return -torch.min(ratio * advantages, ratio.clamp(1 - epsilon, 1 + epsilon) * advantages)
-
-
-def _per_token(advantages: Tensor, mask: Tensor) -> Tensor:
-    """Sequence advantages [N] as [N, R], 0 outside the mask."""
-    fits = mask.ndim == 2 and advantages.shape == mask.shape[:1]
-    _check_fit("[N] against [N, R]", fits, advantages=advantages, mask=mask)
-    return _select(advantages[:, None].expand(mask.shape), mask)
 
 
 def ppo_policy_loss(
@@ -332,9 +261,10 @@ def ppo_policy_loss(
     only a ratio that left the range in the direction A asks for loses it.  Source: arXiv 1707.06347, eq. 7.
     Args: logps [N, R], grad flows; old_logps, advantages, mask [N, R], no grad.  Returns: [].
     """
-    _check_same_shape(logps=logps, old_logps=old_logps, advantages=advantages, mask=mask)
-    surrogate = _clipped_surrogate(_ratio(logps, old_logps, mask), _select(advantages, mask), clip_epsilon)
-    return masked_mean(surrogate, mask)
+    losses = ppo_token_loss(
+        logps, old_logps, advantages, mask, clip_epsilon=clip_epsilon, clip_epsilon_high=clip_epsilon, dual_clip=0
+    )
+    return masked_mean(losses, mask)
 
 
 def ppo_value_loss(
@@ -345,8 +275,8 @@ def ppo_value_loss(
     V_clipped = old_values + clamp(V - old_values, ±cliprange_value): moved further, a value learns no more this batch.
     Args: values [N, R], grad flows; old_values, returns, mask [N, R], no grad.  Returns: [].
     """
-    _check_same_shape(values=values, old_values=old_values, returns=returns, mask=mask)
-    values, old_values, returns = (_select(tensor, mask) for tensor in (values, old_values, returns))
+    check_same_shape(values=values, old_values=old_values, returns=returns, mask=mask)
+    values, old_values, returns = (select(tensor, mask) for tensor in (values, old_values, returns))
     clipped = old_values + (values - old_values).clamp(-cliprange_value, cliprange_value)
     return masked_mean(0.5 * torch.max((values - returns).square(), (clipped - returns).square()), mask)
 
@@ -357,8 +287,7 @@ def clip_fraction(logps: Tensor, old_logps: Tensor, mask: Tensor, *, clip_epsilo
 
     Args: logps, old_logps, mask [N, R]; no grad.  Returns: [] in [0, 1].
     """
-    _check_same_shape(logps=logps, old_logps=old_logps, mask=mask)
-    return masked_mean((_ratio(logps, old_logps, mask) - 1).abs() > clip_epsilon, mask)
+    return masked_mean((token_ratios(logps, old_logps, mask) - 1).abs() > clip_epsilon, mask)
 
 
 def grpo_policy_loss(logps: Tensor, old_logps: Tensor, advantages: Tensor, mask: Tensor, *, epsilon: float) -> Tensor:
@@ -367,9 +296,8 @@ def grpo_policy_loss(logps: Tensor, old_logps: Tensor, advantages: Tensor, mask:
     Without the KL: the script adds beta · sequence_mean(token_kl).  Source: DeepSeekMath, arXiv 2402.03300, eq. 3.
     Args: logps [N, R], grad flows; old_logps [N, R], advantages [N], mask [N, R], no grad.  Returns: [].
     """
-    _check_same_shape(logps=logps, old_logps=old_logps, mask=mask)
-    per_token = _clipped_surrogate(_ratio(logps, old_logps, mask), _per_token(advantages, mask), epsilon)
-    return sequence_mean(per_token, mask)
+    losses = grpo_token_loss(logps, old_logps, advantages, mask, epsilon=epsilon, epsilon_high=epsilon)
+    return sequence_mean(losses, mask)
 
 
 def cispo_policy_loss(
@@ -381,9 +309,7 @@ def cispo_policy_loss(
     epsilon_high is the largest ratio itself (5.0), not an offset from 1.  Source: MiniMax-M1, arXiv 2506.13585.
     Args: logps [N, R], grad flows; old_logps [N, R], advantages [N], mask [N, R], no grad.  Returns: [].
     """
-    _check_same_shape(logps=logps, old_logps=old_logps, mask=mask)
-    weights = _ratio(logps, old_logps, mask).clamp(max=epsilon_high).detach()
-    return sequence_mean(-weights * _per_token(advantages, mask) * _select(logps, mask), mask)
+    return sequence_mean(cispo_token_loss(logps, old_logps, advantages, mask, epsilon_high=epsilon_high), mask)
 
 
 def dpo_logratio_loss(
@@ -394,7 +320,7 @@ def dpo_logratio_loss(
     The reference is a baseline on the preference here, not a KL over tokens.  Source: arXiv 2305.18290, eq. 7.
     Args: four [N] sequence log-probs (sums over counted tokens), grad flows to the policy's two.  Returns: [].
     """
-    _check_same_shape(policy_chosen=policy_chosen, policy_rejected=policy_rejected)
-    _check_same_shape(policy_chosen=policy_chosen, ref_chosen=ref_chosen, ref_rejected=ref_rejected)
+    check_same_shape(policy_chosen=policy_chosen, policy_rejected=policy_rejected)
+    check_same_shape(policy_chosen=policy_chosen, ref_chosen=ref_chosen, ref_rejected=ref_rejected)
     margin = (policy_chosen - policy_rejected) - (ref_chosen - ref_rejected)
     return -torch.nn.functional.logsigmoid(beta * margin).mean()
