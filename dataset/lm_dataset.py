@@ -41,6 +41,7 @@ class Row:
     messages: list
     tools: list | None
     answer: str
+    metadata: dict | None
     line: int
 
 
@@ -145,7 +146,11 @@ def _parse_row(line: str, number: int, cut_off: bool) -> Row:
             "with the user's turn (or the assistant's answer to it, which is left out)"
         )
     tools = next((turn["tools"] for turn in turns if turn.get("tools")), data.get("tools"))
-    return Row(messages, _json_list(tools, "tools") if tools else None, _parse_answer(data.get("answer")), number)
+    metadata = data.get("metadata")
+    if metadata is not None and not isinstance(metadata, dict):
+        raise _BadRow(f"metadata is {_kind(metadata)}, expected an object")
+    tools = _json_list(tools, "tools") if tools else None
+    return Row(messages, tools, _parse_answer(data.get("answer")), metadata, number)
 
 
 def read_rows(jsonl_path, *, skip_bad_rows: bool = False) -> tuple[list[Row], list[str]]:
@@ -244,7 +249,8 @@ class RLAIFDataset(Dataset):
         """The prompt of a row.
 
         Returns: "prompt" text and "prompt_ids" (use the ids: in the text a typed control string looks like a real one),
-        "messages" [{"role", "content"}] as the policy sees them after truncation, "answer" ("" = none), "index".
+        "messages" [{"role", "content"}] as the policy sees them after truncation, "answer" ("" = none),
+        "metadata" (the row's own object for reward functions, or None), "index".
         """
         index = range(len(self.rows))[index]
         return self._build(index, *self.draws(index))
@@ -265,7 +271,8 @@ class RLAIFDataset(Dataset):
             seen = messages_from_ids(self.tokenizer, kept)
         else:
             seen = [{"role": message["role"], "content": message["content"]} for message in messages]
-        return {"prompt": text, "prompt_ids": kept, "messages": seen, "answer": row.answer, "index": index}
+        return {"prompt": text, "prompt_ids": kept, "messages": seen, "answer": row.answer,
+                "metadata": row.metadata, "index": index}
 
 
 def collate_rows(rows: list[dict]) -> dict[str, list]:

@@ -4,25 +4,29 @@ The architecture and every parameter name are MiniMind's (github.com/jingyaogong
 Qwen3-MoE: grouped-query attention with a norm on queries and keys, rotary positions, SwiGLU, RMSNorm before each part.
 Sizes are in configuration.py, the key/value cache in kv_cache.py, sampling in decoding.py.
 
-Letters: N rows, W padded width, T new columns of a call, H hidden size, D head size, V vocabulary, E experts.
+Letters: N rows, T tokens (or new columns of a call), H hidden size, D head size, V vocabulary, E experts.
+Where tokens lie and what they see is in layout.py.
 """
 
 from dataclasses import fields
-from functools import lru_cache
 from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import MoeCausalLMOutputWithPast
 
 from model.configuration import MiniMindConfig, rotary_tables
 from model.decoding import DecodingMixin
-from model.kv_cache import KVCache, SharedPrompts, pack_left
+from model.kv_cache import KVCache, pack_left
+from model.layout import CachedColumns, PromptsAndAnswers, Rows
 
 # transformers 5 renamed the field of its outputs; `.past_key_values` reads it in every version
 CACHE_FIELD = "cache" if "cache" in {f.name for f in fields(MoeCausalLMOutputWithPast)} else "past_key_values"
+
+FEW_TOKENS = 256  # up to here a batch without gradient runs every expert on every token on CUDA
 
 
 class RMSNorm(nn.Module):
@@ -38,45 +42,8 @@ class RMSNorm(nn.Module):
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """x [N, heads, T, D] turned by its positions, in float32; tables as rotary_tables gives them; grad flows to x."""
+    """x [T, heads, D] turned by its positions, in float32; tables [T, 1, D] as in rotary_tables; grad flows to x."""
     return x * cos + x.roll(x.shape[-1] // 2, dims=-1) * sin
-
-
-@lru_cache
-def _try_shared_heads(device_type: str, dtype: torch.dtype, head_dim: int) -> bool:
-    with torch.inference_mode(False), torch.enable_grad(), torch.autocast(device_type, enabled=False):
-        q = torch.zeros(1, 2, 8, head_dim, dtype=dtype, device=device_type, requires_grad=True)
-        out = F.scaled_dot_product_attention(q, q[:, :1], q[:, :1], is_causal=True, enable_gqa=True)
-    return "ScaledDotProduct" in out.grad_fn.name()
-
-
-@torch.compiler.assume_constant_result
-def fused_with_shared_heads(device_type: str, dtype: torch.dtype, head_dim: int) -> bool:
-    """Whether this torch has a fused kernel here for several query heads a key/value head (torch 2.6 has none on CPU,
-    CUDA has none for float32). Without one it would build the score matrix; asked once, by trying it."""
-    return _try_shared_heads(device_type, dtype, head_dim)
-
-
-def attend(q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None, dropout: float) -> Tensor:
-    """Grouped-query attention [N, T, heads·D] through the fused kernels; grad flows.
-
-    Args: q [N, heads, T, D]; k, v [N, kv heads, S, D]; visible bool [N, 1, T, S] (True = may look), or None: causal
-        when T == S, everything visible when T == 1; dropout probability.
-    """
-    n, heads, t, d = q.shape
-    kv_heads = k.shape[1]
-    if t == 1:
-        # one query a row: the heads that share a key/value head become its query rows, nothing is repeated
-        out = F.scaled_dot_product_attention(q.reshape(n, kv_heads, -1, d), k, v, attn_mask=visible, dropout_p=dropout)
-        return out.reshape(n, 1, heads * d)
-    shared = heads != kv_heads
-    if shared and not fused_with_shared_heads(q.device.type, q.dtype, d):
-        k, v = (x.repeat_interleave(heads // kv_heads, dim=1) for x in (k, v))
-        shared = False
-    out = F.scaled_dot_product_attention(
-        q, k, v, attn_mask=visible, dropout_p=dropout, is_causal=visible is None, enable_gqa=shared
-    )
-    return out.transpose(1, 2).reshape(n, t, heads * d)
 
 
 class Attention(nn.Module):
@@ -96,19 +63,14 @@ class Attention(nn.Module):
         self.k_norm = RMSNorm(self.head_dim, config.rms_norm_eps)
         self.resid_dropout = nn.Dropout(config.dropout)
 
-    def forward(
-        self, x: Tensor, rotary: tuple[Tensor, Tensor], visible: Tensor | None, cache: KVCache | None
-    ) -> Tensor:
-        """Attention output [N, T, H] of x [N, T, H]; with a cache, the new keys and values are written to it."""
-        heads = (*x.shape[:2], -1, self.head_dim)
-        q = self.q_norm(self.q_proj(x).view(heads)).transpose(1, 2)
-        k = self.k_norm(self.k_proj(x).view(heads)).transpose(1, 2)
-        v = self.v_proj(x).view(heads).transpose(1, 2)
+    def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor], layout) -> Tensor:
+        """Attention output [T, H] of x [T, H], whose tokens lie as `layout` says."""
+        q = self.q_norm(self.q_proj(x).unflatten(-1, (-1, self.head_dim)))
+        k = self.k_norm(self.k_proj(x).unflatten(-1, (-1, self.head_dim)))
+        v = self.v_proj(x).unflatten(-1, (-1, self.head_dim))
         # back to the projections' dtype: the float32 tables would otherwise promote half-precision keys
         q, k = rotate(q, *rotary).type_as(v), rotate(k, *rotary).type_as(v)
-        if cache is not None:
-            k, v = cache.write(self.layer, k, v)
-        out = attend(q, k, v, visible, self.dropout if self.training else 0.0)
+        out = layout.attend(self.layer, q, k, v, self.dropout if self.training else 0.0)
         return self.resid_dropout(self.o_proj(out))
 
 
@@ -138,7 +100,7 @@ class MOEFeedForward(nn.Module):
         )
 
     def forward(self, x: Tensor, real: Tensor | None) -> tuple[Tensor, Tensor]:
-        """(output [N, T, H], balance loss []) of x [N, T, H]; real bool [N, T] leaves padding out of the balance loss.
+        """(output, balance loss []) of x [T, H]; real bool [T] (None = all) leaves padding out of the balance loss.
 
         Balance loss, only in training mode: coefficient · E · sum over experts of (share of tokens sent there) ·
         (mean gate probability); the gradient flows through the probability alone (Switch Transformer, section 2.2).
@@ -148,7 +110,7 @@ class MOEFeedForward(nn.Module):
         weights, picks = scores.topk(self.config.num_experts_per_tok, dim=-1)
         if self.config.norm_topk_prob:
             weights = weights / (weights.sum(dim=-1, keepdim=True) + 1e-20)
-        if x.is_cuda and x.shape[1] == 1 and not torch.is_grad_enabled():
+        if x.is_cuda and len(flat) <= FEW_TOKENS and not torch.is_grad_enabled():
             out = self._through_all(flat, weights, picks)
         else:
             out = self._through_picked(flat, weights, picks)
@@ -193,12 +155,12 @@ class MiniMindBlock(nn.Module):
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp = MOEFeedForward(config) if config.use_moe else FeedForward(config, config.intermediate_size)
 
-    def forward(self, x, rotary, visible, real, cache) -> tuple[Tensor, Tensor | None]:
-        """(stream [N, T, H], this layer's balance loss [] or None without experts)."""
-        x = x + self.self_attn(self.input_layernorm(x), rotary, visible, cache)
+    def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor], layout) -> tuple[Tensor, Tensor | None]:
+        """(stream [T, H], this layer's balance loss [] or None without experts)."""
+        x = x + self.self_attn(self.input_layernorm(x), rotary, layout)
         normed = self.post_attention_layernorm(x)
         if isinstance(self.mlp, MOEFeedForward):
-            out, balance_loss = self.mlp(normed, real)
+            out, balance_loss = self.mlp(normed, layout.real)
             return x + out, balance_loss
         return x + self.mlp(normed), None
 
@@ -213,20 +175,32 @@ class MiniMindModel(nn.Module):
         self.dropout = nn.Dropout(config.dropout)
         self.layers = nn.ModuleList(MiniMindBlock(config, i) for i in range(config.num_hidden_layers))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.gradient_checkpointing = False  # True: of each layer only its input is kept for the backward pass
         # Differs from MiniMind: plain attributes that grow with need, not buffers of full length. .half() must not
         # round them, and DistributedDataParallel, which broadcasts buffers, must not meet two lengths on two ranks.
         self._cos = self._sin = torch.empty(0)
 
-    def _rotary(self, positions: Tensor | None, end: int, device: torch.device) -> tuple[Tensor, Tensor]:
-        """cos and signed sin, float32: [1, 1, end, D] of positions 0..end-1, or [N, 1, T, D] of positions [N, T]."""
-        if self._cos.shape[0] < end or self._cos.device != device:
+    def _rotary(self, positions: Tensor, end: int) -> tuple[Tensor, Tensor]:
+        """cos and signed sin of positions [T], all below `end`, float32 [T, 1, D]."""
+        if self._cos.shape[0] < end or self._cos.device != positions.device:
             length = min(max(256, 1 << (end - 1).bit_length()), self.config.max_position_embeddings)
             # a table first needed under inference_mode must still be usable in training
             with torch.inference_mode(False):
-                self._cos, self._sin = rotary_tables(self.config, length, device)
-        if positions is None:
-            return self._cos[None, None, :end], self._sin[None, None, :end]
-        return self._cos[positions].unsqueeze(1), self._sin[positions].unsqueeze(1)
+                self._cos, self._sin = rotary_tables(self.config, length, positions.device)
+        return self._cos[positions, None], self._sin[positions, None]
+
+    def _read(self, ids: Tensor, layout, end: int) -> tuple[Tensor, Tensor]:
+        """(states after the final norm [T, H], balance loss summed over the layers []) of a layout's tokens [T]."""
+        rotary = self._rotary(layout.positions, end)
+        hidden = self.dropout(self.embed_tokens(ids))
+        aux_loss = torch.zeros((), dtype=torch.float32, device=hidden.device)
+        for layer in self.layers:
+            if self.gradient_checkpointing and torch.is_grad_enabled():
+                hidden, balance_loss = checkpoint(layer, hidden, rotary, layout, use_reentrant=False)
+            else:
+                hidden, balance_loss = layer(hidden, rotary, layout)
+            aux_loss = aux_loss if balance_loss is None else aux_loss + balance_loss
+        return self.norm(hidden), aux_loss
 
     def forward(
         self,
@@ -237,64 +211,63 @@ class MiniMindModel(nn.Module):
     ) -> tuple[Tensor, KVCache | None, Tensor]:
         """(hidden states after the final norm [N, T, H], cache or None, balance loss summed over the layers []).
 
-        Padding on either side costs no mask: each row's real tokens are moved to its front, where causal attention
-        cannot see the padding behind them, and the result is moved back. Real tokens get what they get in an unpadded
-        batch; padding gets finite values. Differs from MiniMind: a token's position is the number of real tokens before
-        it, not its column; attention depends on differences of positions, so only holes in a mask tell them apart.
+        Padding on either side is left out of the computation: real tokens get what they get in an unpadded batch,
+        padding gets 0 (with a cache, something finite). Differs from MiniMind: a token's position is the number of real
+        tokens before it, not its column; attention depends on differences of positions, so only holes in a mask tell
+        them apart.
         Args: input_ids long [N, T], anything where the mask is False; attention_mask [N, T], with a cache also
             [N, cached columns + T] (non-zero = real); past_key_values: cache of the columns before, which is extended
             in place; use_cache: make one if there is none. Grad flows to the parameters.
         Raises: ValueError for shapes that do not fit or a sequence beyond max_position_embeddings.
         """
         cache = KVCache(self.config.num_hidden_layers) if use_cache and past_key_values is None else past_key_values
-        start = 0 if cache is None else cache.filled
         real = self._check_inputs(input_ids, attention_mask, cache)
+        if cache is not None:
+            return self._read_behind(input_ids, real, cache)
+        layout = Rows(torch.ones_like(input_ids, dtype=torch.bool) if real is None else real)
+        hidden, aux_loss = self._read(layout.flat_ids(input_ids), layout, input_ids.shape[1])
+        return layout.rows(hidden), None, aux_loss
+
+    def _read_behind(self, input_ids: Tensor, real: Tensor | None, cache: KVCache) -> tuple[Tensor, KVCache, Tensor]:
+        """As forward, for columns behind those in a cache."""
+        n, t = input_ids.shape
         back = None
-        if real is not None and (torch.compiler.is_compiling() or not bool(real.all())):
+        if real is not None and not bool(real.all()):
             input_ids, real, back = pack_left(input_ids, real)
         else:
             real = None
-        t = input_ids.shape[1]
-        positions = visible = None
-        if start:
-            positions, visible = cache.look_ahead(t)
-        rotary = self._rotary(positions, start + t, input_ids.device)
-        hidden = self.dropout(self.embed_tokens(input_ids))
-        aux_loss = torch.zeros((), dtype=torch.float32, device=hidden.device)
-        for layer in self.layers:
-            hidden, balance_loss = layer(hidden, rotary, visible, real, cache)
-            aux_loss = aux_loss if balance_loss is None else aux_loss + balance_loss
-        if cache is not None:
-            cache.advance(t, real)
-        hidden = self.norm(hidden)
+        layout = CachedColumns(cache, n, t, input_ids.device)
+        hidden, aux_loss = self._read(input_ids.flatten(), layout, cache.filled + t)
+        cache.advance(t, real)
         if back is not None:
-            hidden = hidden.flatten(0, 1).index_select(0, back).view_as(hidden)
-        return hidden, cache, aux_loss
+            hidden = hidden.index_select(0, back)
+        return hidden.unflatten(0, (n, t)), cache, aux_loss
 
     def answer_states(
-        self, prompt_ids: Tensor, prompt_mask: Tensor, answer_ids: Tensor, answer_mask: Tensor
+        self,
+        prompt_ids: Tensor,
+        prompt_mask: Tensor,
+        answer_ids: Tensor,
+        answer_mask: Tensor,
+        prompt_of: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """(states that predict each answer token [N, R, H], balance loss []), each prompt read once for its answers.
+        """(states that predict each real answer token, row by row [T, H], balance loss []), each prompt read once.
 
         Equal to reading prompt and answer of every row as one sequence, in value and in gradient; in the balance loss
         of experts a prompt's tokens count once, and not once an answer.
         Args: prompt_ids, prompt_mask [B, P], padded on either side; answer_ids, answer_mask [N, R], padded on the
-            right; row i answers prompt i // (N // B).
-        Raises: ValueError if N is not a multiple of B.
+            right; prompt_of long [N]: each answer's prompt (None = row i answers prompt i // (N // B)).
+        Raises: ValueError if N is not a multiple of B and prompt_of is not given.
         """
-        copies = len(answer_ids) // max(len(prompt_ids), 1)
-        if copies * len(prompt_ids) != len(answer_ids) or copies == 0:
-            raise ValueError(f"{len(answer_ids)} answers to {len(prompt_ids)} prompts: expected as many for each")
-        shared = SharedPrompts(self.config.num_hidden_layers)
-        prompts, _, prompt_loss = self(prompt_ids, prompt_mask, past_key_values=shared)
-        columns = torch.arange(prompt_ids.shape[1], device=prompt_ids.device)
-        last = columns.masked_fill(~prompt_mask.bool(), -1).amax(dim=1)
-        first = prompts[torch.arange(len(prompts), device=last.device), last].repeat_interleave(copies, dim=0)
-        shared.share(copies)
-        answers, _, answer_loss = self(answer_ids, answer_mask, past_key_values=shared)
-        share = prompt_mask.sum() / (prompt_mask.sum() + answer_mask.sum())  # of the tokens that chose an expert
-        balance_loss = share * prompt_loss + (1 - share) * answer_loss
-        return torch.cat([first[:, None], answers[:, :-1]], dim=1), balance_loss
+        if prompt_of is None:
+            copies = len(answer_ids) // max(len(prompt_ids), 1)
+            if copies * len(prompt_ids) != len(answer_ids) or copies == 0:
+                raise ValueError(f"{len(answer_ids)} answers to {len(prompt_ids)} prompts: expected as many for each")
+            prompt_of = torch.arange(len(answer_ids), device=answer_ids.device) // copies
+        layout = PromptsAndAnswers(prompt_mask.bool(), answer_mask.bool(), prompt_of)
+        end = prompt_ids.shape[1] + answer_ids.shape[1]
+        hidden, aux_loss = self._read(layout.flat_ids(prompt_ids, answer_ids), layout, end)
+        return hidden.index_select(0, layout.predictors), aux_loss
 
     def _check_inputs(self, input_ids: Tensor, attention_mask: Tensor | None, cache: KVCache | None) -> Tensor | None:
         """The mask of the new columns as bool [N, T], or None without a mask; ValueError for what does not fit."""
@@ -364,12 +337,12 @@ class MiniMindForCausalLM(DecodingMixin, PreTrainedModel):
         use_cache: bool = False,
         logits_to_keep: int | Tensor = 0,
         labels: Tensor | None = None,
-        prompts: tuple[Tensor, Tensor] | None = None,
+        prompts: tuple[Tensor, ...] | None = None,
     ) -> MoeCausalLMOutputWithPast:
         """Logits [N, k, V], with hidden_states = the final normed hidden states [N, T, H]; grad flows.
 
-        With `prompts` = (ids, mask) [B, P], input_ids [N, R] are right-padded answers, and the logits [N, R, V] are
-        those that predict each of them; see MiniMindModel.answer_states.
+        With `prompts` = (ids, mask) [B, P], or (ids, mask, prompt_of [N]), input_ids [N, R] are right-padded answers,
+        and the logits [1, T, V] are those that predict their T real tokens, row by row: see answer_states.
 
         Args: as MiniMindModel.forward; logits_to_keep: 0 = every column, k = the last k, a tensor = those columns;
             labels long [N, T]: loss is the mean cross-entropy of each next token, -100 left out (without aux_loss).
@@ -377,8 +350,9 @@ class MiniMindForCausalLM(DecodingMixin, PreTrainedModel):
         if isinstance(logits_to_keep, int) and logits_to_keep < 0:
             raise ValueError(f"logits_to_keep is {logits_to_keep}: it must be at least 0 (0 = every column)")
         if prompts is not None:
-            hidden, aux_loss = self.model.answer_states(*prompts, input_ids, attention_mask)
-            return MoeCausalLMOutputWithPast(aux_loss=aux_loss, logits=self.lm_head(hidden), hidden_states=hidden)
+            ids, mask, *prompt_of = prompts
+            hidden, aux_loss = self.model.answer_states(ids, mask, input_ids, attention_mask, *prompt_of)
+            return MoeCausalLMOutputWithPast(aux_loss=aux_loss, logits=self.lm_head(hidden)[None], hidden_states=hidden)
         hidden, cache, aux_loss = self.model(input_ids, attention_mask, past_key_values, use_cache)
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         logits = self.lm_head(hidden[:, kept])

@@ -47,7 +47,7 @@ ONLY_RANKS = {
     "grpo, to be ended by one": (train_grpo, {**GRPO, "max_steps": 2}),
     "ppo, begun by one": (train_ppo, {**PPO, "from_resume": 1}),
 }
-LOSSES = {train_grpo: "cispo_policy_loss", train_ppo: "ppo_value_loss"}
+LOSSES = {train_grpo: "cispo_token_loss", train_ppo: "ppo_value_loss"}
 MISSING = ("(3)", "(4)", "(9)", "(12)", "(17)")  # prompts whose answers get no finite reward where rewards are missing
 
 

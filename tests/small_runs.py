@@ -158,7 +158,8 @@ def state_of(model) -> dict:
 def metrics_lines(run_dir: Path, *, timing: bool = False) -> list[dict]:
     """The lines of a run's metrics.jsonl, without the seconds they took."""
     lines = [json.loads(line) for line in (Path(run_dir) / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
-    return lines if timing else [{k: v for k, v in line.items() if not k.startswith("timing_s/")} for line in lines]
+    return lines if timing else [{k: v for k, v in line.items() if not k.startswith(("timing_s/", "perf/"))}
+                                for line in lines]
 
 
 def resume_content(folder: Path, name: str, use_moe: bool = False) -> dict:

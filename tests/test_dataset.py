@@ -53,8 +53,8 @@ def test_a_minimind_row(tokenizer, write):
     assert item["prompt"] == "<|im_start|>user\n2+2<|im_end|>\n<|im_start|>assistant\n<think>\n"
     assert tokenizer.decode(item["prompt_ids"]) == item["prompt"]
     assert item["messages"] == [turn("user", "2+2")]
-    assert (item["answer"], item["index"]) == ("4", 0)
-    assert set(item) == {"prompt", "prompt_ids", "messages", "answer", "index"}
+    assert (item["answer"], item["index"], item["metadata"]) == ("4", 0, None)
+    assert set(item) == {"prompt", "prompt_ids", "messages", "answer", "metadata", "index"}
 
 
 def test_without_thinking_the_think_block_is_empty(tokenizer, write):
@@ -322,7 +322,7 @@ def test_workers_give_the_same_rows(tokenizer, many, workers):
     batches = list(loader)
     assert [index for batch in batches for index in batch["index"]] == order
     assert [prompt for batch in batches for prompt in batch["prompt"]] == [dataset[i]["prompt"] for i in order]
-    assert set(batches[0]) == {"prompt", "prompt_ids", "messages", "answer", "index"}
+    assert set(batches[0]) == {"prompt", "prompt_ids", "messages", "answer", "metadata", "index"}
 
 
 def test_a_pickled_copy_gives_the_same_rows(tokenizer, many):

@@ -79,6 +79,8 @@ try:
     check_same_weights({"policy": model}, "after step 1")
 except RuntimeError as error:
     (folder / f"rank{rank_and_world()[0]}.txt").write_text(str(error))
+torch.distributed.barrier()
+torch.distributed.destroy_process_group()  # gloo may abort the rank that is last to leave otherwise
 """
 
 

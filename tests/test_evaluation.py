@@ -2,6 +2,7 @@
 
 import json
 import math
+import random
 import sys
 import types
 from types import SimpleNamespace
@@ -11,10 +12,11 @@ import pytest
 import torch
 
 from dataset.lm_dataset import RLAIFDataset
-from trainer import evaluation
+from trainer import evaluation, samples
 from trainer.evaluation import (
     EVAL_SAMPLES, Evaluator, comparison_table, draw_curve, mean_and_error, report, sample_lines, sparkline,
 )  # fmt: skip
+from trainer.reward_plugins import REWARD_PARTS
 from trainer.rollout_engine import RolloutResult
 
 NAN = math.nan
@@ -180,22 +182,27 @@ QUESTIONS = (("1+1=?", "2"), ("1+2=?", "3"), ("1+3=?", "4"), ("1+4=?", "5"), ("S
 
 
 class Engine:
-    """Answers right greedily where the prompt's index is even; sampled, its j-th answer is right where j <= index."""
+    """Answers right greedily where the prompt's index is even; sampled, its j-th answer is right where j <= index.
+
+    Prompt i's answers have i + 1 tokens of log-prob -1, and are cut where i is 4. It draws from every generator.
+    """
 
     def __init__(self, tokenizer):
         self.tokenizer, self.asked = tokenizer, []
 
     def rollout(self, ids, mask, num_generations, max_new_tokens, temperature, *, prompt_keys, **settings):
+        random.random(), np.random.random(), torch.rand(1)
         self.asked.append({"keys": prompt_keys, "temperature": temperature, "count": num_generations,
                            "max_new_tokens": max_new_tokens, **settings})
         texts = []
         for *_, index in prompt_keys:
             right = [index % 2 == 0] if temperature == 0 else [j <= index for j in range(num_generations)]
             texts += [f"It is {QUESTIONS[index][1] if flag else '99'}" for flag in right]
-        n = len(texts)
-        lengths = torch.tensor([index + 1 for *_, index in prompt_keys]).repeat_interleave(num_generations)
-        empty = torch.zeros(n, 8)
-        return RolloutResult(empty, empty, empty, texts, empty[:, 0], torch.arange(8) < lengths[:, None], empty, empty)
+        indices = torch.tensor([index for *_, index in prompt_keys]).repeat_interleave(num_generations)
+        n, answer = len(texts), torch.zeros(len(texts), 8)
+        return RolloutResult(output_ids=answer, completion_ids=answer, per_token_logps=answer - 1, completions=texts,
+                             prompt_lens=answer[:, 0], completion_mask=torch.arange(8) < indices[:, None] + 1,
+                             attention_mask=torch.ones(n, 8, dtype=torch.bool), finished=indices != 4)
 
 
 @pytest.fixture
@@ -206,23 +213,32 @@ def heldout(tokenizer, tmp_path):
     return RLAIFDataset(path, tokenizer, thinking_ratio=0.0, system_ratio=0.0)
 
 
-def evaluator(heldout, tokenizer, monkeypatch, **changes):
-    """An Evaluator whose rewards are the length of the answer's text."""
+@pytest.fixture
+def evaluator(heldout, tokenizer, monkeypatch):
+    """Function of changed flags giving an Evaluator whose rewards are the length of the answer's text."""
 
-    def rewards(prompts, responses, reward_model, *, messages, answers, answer_reward):
-        assert len(prompts) == len(messages) == len(answers) and answer_reward == 3.0
-        return torch.tensor([float(len(text)) for text in responses])
+    def rewards(prompts, responses, reward_model, *, messages, answers, answer_reward, finished, return_parts, **_):
+        assert len(prompts) == len(messages) == len(answers) and len(finished) == len(responses)
+        assert answer_reward == 3.0 and return_parts
+        values = torch.tensor([float(len(text)) for text in responses])
+        parts = {name: torch.zeros(len(responses)) for name in REWARD_PARTS}
+        return values, {**parts, "rm": values - 5, "tag": torch.full_like(values, NAN)}
 
-    monkeypatch.setattr(evaluation, "calculate_rewards", rewards)
-    args = SimpleNamespace(**{"eval_prompts": 9, "batch_size": 2, "num_generations": 6, "temperature": 0.8, "seed": 42,
-                              "max_seq_len": 64, "max_gen_len": 8, "top_p": 1.0, "top_k": 0, "logp_temperature": 0.8,
-                              "answer_reward": 3.0, "eval_interval": 0, **changes})  # fmt: skip
-    return Evaluator(Engine(tokenizer), tokenizer, heldout, None, args, "cpu")
+    monkeypatch.setattr(samples, "calculate_rewards", rewards)
+
+    def build(dataset=heldout, *, policy=None, reference=None, **changes):
+        args = SimpleNamespace(**{"eval_prompts": 9, "batch_size": 2, "num_generations": 6, "temperature": 0.8,
+                                  "seed": 42, "max_seq_len": 64, "max_gen_len": 8, "top_p": 1.0, "top_k": 0,
+                                  "logp_temperature": 0.8, "answer_reward": 3.0, "eval_interval": 0,
+                                  "dtype": "float32", **changes})  # fmt: skip
+        return Evaluator(Engine(tokenizer), tokenizer, dataset, None, args, "cpu", policy=policy, reference=reference)
+
+    return build
 
 
-def test_evaluator_by_hand(heldout, tokenizer, monkeypatch, tmp_path):
-    judge, log = evaluator(heldout, tokenizer, monkeypatch), Log(tmp_path)
-    outcome = judge.measure(log, step=7)
+def test_evaluator_by_hand(evaluator, tmp_path):
+    log = Log(tmp_path)
+    outcome = evaluator().measure(log, step=7)
     table = outcome["per_prompt"]
     assert table.dtype == torch.float64 and table.shape == (5, 6)
     assert table[:, 0].tolist()[:4] == [1, 0, 1, 0] and math.isnan(table[4, 0])
@@ -235,40 +251,84 @@ def test_evaluator_by_hand(heldout, tokenizer, monkeypatch, tmp_path):
     assert metrics["eval/accuracy"] == 0.625 and metrics["eval/length"] == 3.0
     # deviations -.375, -.125, .125, .375: variance .3125 / 3, over 4 prompts
     assert metrics["eval/accuracy_se"] == pytest.approx(math.sqrt(0.3125 / 3 / 4), abs=1e-12)
+    # 1, 2, 3, 4 right of 4: pass@2 is 1 - C(3,2)/6 = 1/2, 1 - 1/6 = 5/6, 1, 1; the row without an answer is left out
+    assert metrics["eval/pass@2"] == pytest.approx((1 / 2 + 5 / 6 + 1 + 1) / 4) and metrics["eval/pass@4"] == 1.0
+    assert metrics["eval/rewards/rm"] == pytest.approx((7.75 + 7.5 + 7.25 + 7 + 10) / 5 - 5)
+    assert metrics["eval/rewards/length"] == 0.0 and math.isnan(metrics["eval/rewards/tag"])
+    assert metrics["eval/clipped_ratio"] == 0.2 and "eval/kl" not in metrics and "table" not in outcome
     # three, spread over the file
     assert [entry["prompt"] for entry in outcome["samples"]] == [QUESTIONS[k][0] for k in (0, 2, 4)]
     assert outcome["samples"][1] == {"prompt": "1+3=?", "answer": "4", "response": "It is 4"}
     assert log.written[0][0] == {"step": 7, **metrics}
 
 
-def test_every_evaluation_faces_the_same_dice(heldout, tokenizer, monkeypatch, tmp_path):
+def test_kl_by_hand(evaluator, monkeypatch, tmp_path):
+    """Log-probs of the engine -1, of the reference -1.5 - index of the prompt; NaN after an answer's end."""
+    asked = []
+
+    def score_answers(model, rollout, samples, temperature):
+        asked.append((model, samples, temperature))
+        lengths = rollout.completion_mask.sum(dim=1, keepdim=True)
+        return (0.0 * lengths - 0.5 - lengths).expand(-1, 8).masked_fill(~rollout.completion_mask, NAN), None
+
+    monkeypatch.setattr(evaluation, "score_answers", score_answers)
+    reference = torch.nn.Dropout().train()
+    metrics = evaluator(reference=reference).measure(Log(tmp_path), 1)["metrics"]
+    assert {call[1:] for call in asked} == {(4, 0.8)} and all(call[0] is reference for call in asked)
+    # i + 1 tokens with logp - ref = .5 + i: their sum over answers is that times i + 1
+    gaps = [0.5 + i for i in range(5)]
+    assert metrics["eval/kl_sequence"] == pytest.approx(sum((i + 1) * gap for i, gap in enumerate(gaps)) / 5, abs=1e-6)
+    each = [math.exp(-gap) + gap - 1 for gap in gaps]
+    assert metrics["eval/kl"] == pytest.approx(sum((i + 1) * k3 for i, k3 in enumerate(each)) / 15, abs=1e-6)
+    assert reference.training
+    # with the policy at hand its own log-probs are taken, so that policy = reference gives exactly 0
+    policy = torch.nn.Identity()
+    metrics = evaluator(policy=policy, reference=reference).measure(Log(tmp_path), 1)["metrics"]
+    assert (metrics["eval/kl"], metrics["eval/kl_sequence"]) == (0.0, 0.0) and policy in {call[0] for call in asked}
+
+
+def test_every_evaluation_faces_the_same_dice(evaluator, tmp_path):
     """Keys of a stream of their own, fixed by prompt: not by step, epoch, batch size, or number of ranks."""
-    small = evaluator(heldout, tokenizer, monkeypatch, batch_size=1, num_generations=2)
-    large = evaluator(heldout, tokenizer, monkeypatch, batch_size=64)
+    small, large = evaluator(batch_size=1, num_generations=2), evaluator(batch_size=64)
     outcomes = [judge.measure(Log(tmp_path), step) for judge, step in ((small, 1), (large, 2))]
     assert torch.equal(outcomes[0]["per_prompt"].nan_to_num(-1), outcomes[1]["per_prompt"].nan_to_num(-1))
     for judge in (small, large):
         for temperature, count in ((0.0, 1), (0.8, EVAL_SAMPLES)):
-            calls = [call for call in judge.engine.asked if call["temperature"] == temperature]
+            calls = [call for call in judge.answerer.engine.asked if call["temperature"] == temperature]
             assert [key for call in calls for key in call["keys"]] == [(2, 42, 0, index) for index in range(5)]
             assert all(call["count"] == count and call["max_new_tokens"] == 8 for call in calls)
-    assert len(large.engine.asked) == 2 and len(small.engine.asked) == 10
+    assert len(large.answerer.engine.asked) == 2 and len(small.answerer.engine.asked) == 10
 
 
-def test_ranks_share_the_prompts_and_sum_their_tables(heldout, tokenizer, monkeypatch, tmp_path):
-    judge = evaluator(heldout, tokenizer, monkeypatch)
-    whole, tables = judge.measure(Log(tmp_path), 1)["per_prompt"], []
+def test_no_generator_notices_an_evaluation(evaluator, tmp_path):
+    """The engine, as a reward function may, draws from python, numpy and torch; training must go on as without it."""
+    def states() -> tuple:
+        return random.getstate(), str(np.random.get_state(legacy=False)), torch.get_rng_state().tolist()
+
+    before = states()
+    evaluator().measure(Log(tmp_path), 1)
+    assert states() == before
+
+
+def test_ranks_share_the_prompts_and_sum_their_tables(evaluator, monkeypatch, tmp_path):
+    whole, tables = evaluator().measure(Log(tmp_path), 1)["per_prompt"], []
     monkeypatch.setattr(evaluation, "all_reduce_sum", lambda table: tables.append(table.clone()) or table)
+    calls = []
     for rank in range(3):
         monkeypatch.setattr(evaluation, "rank_and_world", lambda rank=rank: (rank, 3))
+        judge = evaluator(batch_size=1, num_generations=4)
         judge.measure(Log(tmp_path), 1)
-    assert torch.equal(sum(tables).nan_to_num(-1), whole.nan_to_num(-1))
-    assert tables[1][:, 2].tolist() == [0, 2, 0, 0, 5]  # rank 1 has prompts 1 and 4
+        calls.append(len(judge.answerer.engine.asked))
+    assert calls == [4, 4, 4]  # two chunks each, also rank 2 with its one prompt: ranks meet in an engine of servers
+    summed = sum(tables)
+    assert torch.equal(summed[:, 1:, :3].nanmean(1).nan_to_num(-1), whole[:, 3:].nan_to_num(-1))
+    assert torch.equal(summed[:, 0, :3].nan_to_num(-1), whole[:, :3].nan_to_num(-1))
+    assert tables[1][:, 1, 2].tolist() == [0, 2, 0, 0, 5]  # rank 1 has prompts 1 and 4
 
 
-def test_number_of_prompts_and_no_held_out_data(heldout, tokenizer, monkeypatch, tmp_path):
+def test_number_of_prompts_and_no_held_out_data(evaluator, tmp_path):
     log = Log(tmp_path)
-    assert evaluator(heldout, tokenizer, monkeypatch, eval_prompts=2).measure(log, 1)["metrics"]["eval/prompts"] == 2
-    for judge in (evaluator(None, tokenizer, monkeypatch), evaluator(heldout, tokenizer, monkeypatch, eval_prompts=0)):
-        assert judge.measure(log, 1) is None and judge.engine.asked == []
+    assert evaluator(eval_prompts=2).measure(log, 1)["metrics"]["eval/prompts"] == 2
+    for judge in (evaluator(None), evaluator(eval_prompts=0)):
+        assert judge.measure(log, 1) is None and judge.answerer.engine.asked == []
     assert len(log.written) == 1

@@ -37,7 +37,10 @@ OURS = {
     "checkpoint_dir": str(REPO_ROOT / "checkpoints"), "run_dir": None, "trust_remote_code": 0, "system_ratio": 0.2,
     "skip_bad_rows": 0, "answer_reward": 0.0, "max_skipped_steps": 20, "eval_data_path": None, "eval_prompts": 100,
     "sglang_model_path": None, "sglang_concurrency": 64, "sglang_wait": 300.0, "sync_interval": 1,
-    "eval_interval": 0, "self_check": 1, "dry_run": False, "check_sync": 0,
+    "eval_interval": 0, "self_check": 1, "dry_run": False, "check_sync": 0, "micro_batch_tokens": 4096,
+    "sample_interval": 50, "keep_best": 0, "health_stop": 0, "quiet": False, "use_tensorboard": False,
+    "reward_fn": None, "reward_weights": None, "recompute_logps": "auto", "tis_cap": 2.0,
+    "gradient_checkpointing": 0,
 }  # fmt: skip
 OURS_OWN = {
     "grpo": {"shuffle_rewards": 0, "sglang_shared_path": str(REPO_ROOT / "sglang_ckpt_grpo")},
@@ -127,7 +130,10 @@ BAD = [
     ("dtype", "int8 fp16"), ("device", "tpu cuda:x cpu:0"), ("rollout_engine", "vllm"),
     ("learning_rate", "0 -0.1 nan inf x"), ("grad_clip", "-1 nan"), ("temperature", "0 -1 inf"),
     ("logp_temperature", "0"), ("top_p", "0 1.1"), ("top_k", "-1"), ("thinking_ratio", "-0.1 1.5"),
-    ("system_ratio", "2"), ("answer_reward", "-1"),
+    ("system_ratio", "2"), ("answer_reward", "-1"), ("micro_batch_tokens", "-1 1.5"), ("recompute_logps", "2"),
+    ("gradient_checkpointing", "2"), ("tis_cap", "-1 nan"),
+    ("sample_interval", "-1"), ("keep_best", "2"), ("health_stop", "x"),
+    ("reward_fn", "nowhere.py rewards.txt:f"), ("reward_weights", "speed=1 rm=x rm=1,rm=2"),
 ]  # fmt: skip
 BAD_OWN = {
     "grpo": [("num_generations", "1 0"), ("beta", "-0.1 nan"), ("epsilon", "0 1.5"), ("epsilon_high", "0"),
@@ -212,5 +218,6 @@ def test_no_flag_does_nothing(script, monkeypatch):
     """Each is read somewhere, outside the other script and outside the lists of names; --starter acts while parsing."""
     other = "train_ppo.py" if script == "grpo" else "train_grpo.py"
     sources = [path.read_text(encoding="utf-8") for path in (REPO_ROOT / "trainer").glob("*.py") if path.name != other]
-    used = set(re.findall(r"\bargs\.(\w+)", " ".join(sources)))
+    reads = re.findall(r'\bargs\.(\w+)|(?:vars\((?:self\.)?args\)|flags)\.get\("(\w+)"|getattr\(args, "(\w+)"', " ".join(sources))
+    used = {name for names in reads for name in names}
     assert set(actions(script, monkeypatch)) - used == {"starter"}

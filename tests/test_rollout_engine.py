@@ -115,11 +115,11 @@ def test_nothing_to_score_and_too_much(tokenizer):
 
 def test_load_balancing_loss_comes_with_the_scores_in_training_only():
     ids, mask = prompts()
-    assert score_tokens(tiny(), ids, 2, mask)[1] == 0
-    assert score_tokens(qwen(), ids, 2, mask)[1] == 0
+    assert score_tokens(tiny(), ids, 2, mask).aux_loss == 0
+    assert score_tokens(qwen(), ids, 2, mask).aux_loss == 0
     model = moe()
-    assert score_tokens(model, ids, 2, mask)[1] == 0
-    loss = score_tokens(model.train(), ids, 2, mask)[1]
+    assert score_tokens(model, ids, 2, mask).aux_loss == 0
+    loss = score_tokens(model.train(), ids, 2, mask).aux_loss
     assert loss > 0 and loss.requires_grad
 
 
@@ -338,7 +338,8 @@ def test_sample_answers_pads_prompts_and_follows_the_flags(tokenizer):
     (ids, mask, *rest), named = seen[0]
     assert ids.tolist() == [[5, 6, 7], [0, 0, 8]] and mask.tolist() == [[1, 1, 1], [0, 0, 1]]
     assert rest == [3, 7, 0.7]
-    assert named == {"top_p": 0.9, "top_k": 4, "logp_temperature": 1.0, "prompt_keys": KEYS[:2]}
+    assert named == {"top_p": 0.9, "top_k": 4, "logp_temperature": 1.0, "prompt_keys": KEYS[:2],
+                     "on_progress": None}
 
 
 def test_create_rollout_engine(tokenizer):

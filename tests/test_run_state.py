@@ -1,20 +1,17 @@
-"""How far a run is, what is left, and its folder: no metrics line lost, repeated or half written."""
+"""How far a run is, what is left, and what happens from start to end, whatever interrupts it."""
 
 import argparse
-import json
-import math
 import os
 import signal
-import sys
 from types import SimpleNamespace
 
 import pytest
-import torch
 
 from trainer import run_state
+from trainer.health import Alarm
+from trainer.run_log import HealthStop
 from trainer.run_state import (
-    Progress, RunLog, end_epoch, finish_step, git_commit, passes, planned_rows, read_metrics_lines, resume_entries,
-    resumed_progress, start_tracker, train_until_done,
+    Progress, end_epoch, finish_step, passes, planned_rows, resume_entries, resumed_progress, train_until_done,
 )  # fmt: skip
 from trainer.trainer_utils import Interrupted
 
@@ -23,6 +20,7 @@ def flags(tmp_path=None, **changes):
     return argparse.Namespace(**{
         "batch_size": 2, "epochs": 1, "max_steps": 0, "save_dir": str(tmp_path), "save_weight": "grpo", "run_dir": None,
         "use_wandb": False, "wandb_project": "MiniMind-GRPO", "starter": False, "self_check": 0, "dry_run": False,
+        "sample_interval": 0, "health_stop": 0,
         "eval_interval": 0, "check_sync": 0, "save_interval": 10, "checkpoint_dir": str(tmp_path), "from_resume": 0,
         **changes,
     })  # fmt: skip
@@ -30,9 +28,9 @@ def flags(tmp_path=None, **changes):
 
 # ---------------------------------------------------------------------------------------------- how far, what is left
 def test_progress_counts_prompts_of_the_epoch_and_steps_of_the_run():
-    at = Progress().next_step(4).next_step(3)
-    assert at == Progress(epoch=0, consumed=7, step=2, optimizer_steps=0)
-    assert at.next_epoch() == Progress(epoch=1, consumed=0, step=2, optimizer_steps=0)
+    at = Progress().next_step(4, 50.0).next_step(3, 20.0)
+    assert at == Progress(epoch=0, consumed=7, step=2, optimizer_steps=0, tokens=70)
+    assert at.next_epoch() == Progress(epoch=1, consumed=0, step=2, optimizer_steps=0, tokens=70)
 
 
 @pytest.mark.parametrize(("progress", "size", "changes", "expected"), [
@@ -104,18 +102,30 @@ class Recorder:
 
 
 def test_finish_step_does_what_is_due():
-    run = SimpleNamespace(progress=Progress(step=3), evaluator=Recorder(), log=None, models={})
+    run = SimpleNamespace(progress=Progress(step=3), evaluator=Recorder(), log=SimpleNamespace(severe=None), models={},
+                          engine=Recorder(), sampler=Recorder(), device="cpu")
     saved = []
-    for step in (4, 6, 7):  # GRPO's accumulation finishes several steps at once
-        finish_step(run, flags(eval_interval=3, save_interval=2), Progress(step=step),
+
+    def finish(step, **changes):
+        finish_step(run, flags(eval_interval=3, save_interval=2, sample_interval=5, **changes), Progress(step=step),
                     lambda run, args: saved.append(run.progress.step))  # fmt: skip
-    assert saved == [4, 6] and run.evaluator.called == [("measure", 6)]
+
+    for step in (4, 6, 7):  # GRPO's accumulation finishes several steps at once
+        finish(step)
+    assert saved == [4, 6] and run.evaluator.called == [("measure", 6)] and run.sampler.called == [("take", 6)]
     assert run.progress.step == 7
+    run.log.severe = Alarm("kl_runaway", "severe", 9, "too far")
+    finish(9)
+    assert saved == [4, 6, 9]  # 8 was passed; without --health_stop the run goes on
+    with pytest.raises(HealthStop, match="--health_stop 1 on kl_runaway at step 9: too far"):
+        finish(11, health_stop=1)
+    assert saved == [4, 6, 9, 11], "what is stopped is saved"
 
 
 def small_run(progress=None, plan=None, before=None):
     return SimpleNamespace(progress=progress or Progress(), plan=[[2, 2]] if plan is None else plan, before=before,
-                           log=Recorder(), evaluator=Recorder(measure={"fresh": 1}), config=SimpleNamespace(
+                           log=Recorder(), engine=Recorder(),
+                           evaluator=Recorder(measure={"fresh": 1}), config=SimpleNamespace(
                            hidden_size=8, use_moe=False), interrupts=run_state.Interrupts())  # fmt: skip
 
 
@@ -164,129 +174,3 @@ def test_a_signal_during_the_self_check_is_answered_too(monkeypatch, changes, sa
     run = small_run()
     monkeypatch.setattr(run_state, "self_check", lambda run, args: os.kill(os.getpid(), signal.SIGINT))
     assert until_done(monkeypatch, run, None, **changes) == (130, saves)
-
-
-# ---------------------------------------------------------------------------------------------- the run's folder
-def lines_of(folder):
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-
-
-def open_log(tmp_path, resumed=None, **changes):
-    return RunLog(flags(tmp_path, **changes), {"batch_size": 9, "epochs": 1}, resumed, "cpu", 5)
-
-
-def test_a_fresh_run_does_not_empty_another_run_s_metrics(tmp_path):
-    open_log(tmp_path, run_dir=str(tmp_path / "run")).write({"step": 1})
-    with pytest.raises(ValueError, match="already holds the metrics of a run.*--from_resume 1"):
-        open_log(tmp_path, run_dir=str(tmp_path / "run"))
-    assert read_metrics_lines(tmp_path / "run" / "metrics.jsonl") == [('{"step": 1}', 1)]
-    # killed before its first save: there is nothing to resume from, and starting over is what was asked for
-    open_log(tmp_path, run_dir=str(tmp_path / "run"), from_resume=1)
-    assert read_metrics_lines(tmp_path / "run" / "metrics.jsonl") == []
-
-
-def test_run_folder_config_and_lines(tmp_path, capsys):
-    log = open_log(tmp_path)
-    assert log.folder.parent == tmp_path / "runs" and log.folder.name.startswith("grpo-2")
-    log.write({"step": 1, "reward": 0.5, "kl": math.nan, "note": "x"}, "Epoch:[1/1]")
-    log.write({"step": 2, "reward": math.inf, "kl": 0.25})
-    assert lines_of(log.folder) == [{"step": 1, "reward": 0.5, "kl": None, "note": "x"},
-                                    {"step": 2, "reward": None, "kl": 0.25}]
-    assert log.series("reward") == [0.5] and log.series("kl") == [0.25] and log.series("absent") == []
-    config = json.loads((log.folder / "config.json").read_text())
-    assert config["args"]["batch_size"] == 2 and config["changed"] == ["batch_size"] and config["device"] == "cpu"
-    assert set(config["versions"]) == {"python", "torch", "commit"} and config["command"] == sys.argv
-    shown = capsys.readouterr().out
-    assert "Epoch:[1/1]" in shown and "flags that differ from the defaults: batch_size=2" in shown
-    log.close()
-
-
-def test_run_dir_wins_then_the_resumed_run_s_own(tmp_path):
-    resumed = {"run_dir": str(tmp_path / "old"), "progress": {"step": 1}}
-    assert open_log(tmp_path, resumed).folder == tmp_path / "old"
-    assert open_log(tmp_path, resumed, run_dir=str(tmp_path / "given")).folder == tmp_path / "given"
-
-
-@pytest.mark.parametrize("half", ["", '{"step": 4, "rew', '{"step": 4}', "\x00\x00\x00", '["step"]\n', "\n\n"])
-def test_resume_drops_lines_after_the_saved_step_and_a_half_written_one(tmp_path, half):
-    """Killed after step 3 was logged, but only step 2 was saved: step 3 will be done, and logged, again."""
-    folder = tmp_path / "run"
-    log = open_log(tmp_path, run_dir=str(folder))
-    for step in (0, 1, 2, 2, 3):  # step 2 has a line of the evaluation as well
-        log.write({"step": step})
-    with open(log.path, "a") as file:
-        file.write(half)
-    resumed = open_log(tmp_path, {"run_dir": str(folder), "progress": {"step": 2}})
-    resumed.write({"step": 3})
-    assert [line["step"] for line in lines_of(folder)] == [0, 1, 2, 2, 3]
-    assert sorted(path.name for path in folder.iterdir()) == ["config.json", "metrics.jsonl"]
-
-
-def test_a_resumed_run_without_its_folder_starts_one(tmp_path):
-    log = open_log(tmp_path, {"run_dir": str(tmp_path / "gone"), "progress": {"step": 2}})
-    log.write({"step": 3})
-    assert lines_of(tmp_path / "gone") == [{"step": 3}]
-    assert read_metrics_lines(tmp_path / "absent") == []
-
-
-def test_a_folder_that_cannot_be_written_is_one_clear_error(tmp_path):
-    (tmp_path / "file").write_text("in the way")
-    with pytest.raises(RuntimeError, match="cannot write this run's files: .*file/run.*--run_dir"):
-        open_log(tmp_path, run_dir=str(tmp_path / "file" / "run"))
-    log = open_log(tmp_path)
-    log.path.unlink()
-    log.path.mkdir()
-    with pytest.raises(RuntimeError, match="cannot append to .*metrics.jsonl"):
-        log.write({"step": 1})
-
-
-def test_other_ranks_write_nothing(tmp_path, monkeypatch):
-    monkeypatch.setattr(run_state, "is_main_process", lambda: False)
-    log = open_log(tmp_path, use_wandb=True)
-    log.write({"step": 1})
-    log.advance(reward=1.0)
-    log.close()
-    assert list(tmp_path.iterdir()) == []
-
-
-# ---------------------------------------------------------------------------------------------- the tracker
-class Library(Recorder):
-    """A tracker's module: init gives itself."""
-
-    id = "run-7"
-
-    def init(self, **settings):
-        self.settings = settings
-        return self
-
-
-def test_the_tracker_gets_the_same_numbers(tmp_path, monkeypatch):
-    library = Library()
-    library.log = lambda metrics, step: library.called.append((step, metrics))
-    monkeypatch.setitem(sys.modules, "swanlab", None)  # not installed
-    monkeypatch.setitem(sys.modules, "wandb", library)
-    log = open_log(tmp_path, use_wandb=True)
-    log.write({"step": 1, "kl": math.nan})
-    log.close()
-    assert library.called == [(1, {"step": 1, "kl": None}), ("finish",)]
-    assert library.settings["project"] == "MiniMind-GRPO" and library.settings["config"]["batch_size"] == 2
-
-
-def test_no_tracker_installed_is_said_before_anything_is_trained(tmp_path, monkeypatch):
-    for name in ("swanlab", "wandb"):
-        monkeypatch.setitem(sys.modules, name, None)
-    with pytest.raises(RuntimeError, match="--use_wandb needs swanlab or wandb: pip install swanlab"):
-        open_log(tmp_path, use_wandb=True)
-    tracker = start_tracker(flags(), "run")
-    tracker.log({"a": torch.tensor(1.0)}, step=1)
-    tracker.finish()
-    assert tracker.id is None
-
-
-def test_git_commit_is_a_hash_or_nothing(monkeypatch):
-    commit = git_commit()
-    assert commit is None or len(commit) == 40
-    monkeypatch.setenv("GIT_DIR", "/nowhere")
-    assert git_commit() is None  # no repository
-    monkeypatch.setenv("PATH", "")
-    assert git_commit() is None  # no git

@@ -34,10 +34,12 @@ def test_values_and_gradients_equal_the_repeated_prompt():
     prompts, prompt_mask, answers, answer_mask = batch()
     ids = torch.cat([prompts.repeat_interleave(G, 0), answers], dim=1)
     mask = torch.cat([prompt_mask.repeat_interleave(G, 0), answer_mask], dim=1)
-    repeated, _ = score_tokens(model, ids, R, mask.long(), 0.8)
+    repeated = score_tokens(model, ids, R, mask.long(), 0.8).logps
     expected = gradients(model, repeated, answer_mask)
     output = model(answers, attention_mask=answer_mask, prompts=(prompts, prompt_mask))
-    shared = selective_logps(output.logits, answers, temperature=0.8)
+    assert output.logits.shape == (1, int(answer_mask.sum()), V)  # none is worked out for padding
+    flat = selective_logps(output.logits, answers[answer_mask][None], temperature=0.8)[0]
+    shared = torch.zeros(B * G, R).masked_scatter(answer_mask, flat)
     torch.testing.assert_close(shared[answer_mask], repeated[answer_mask], atol=1e-5, rtol=0)
     found = gradients(model, shared, answer_mask)
     for name in expected:
@@ -51,11 +53,37 @@ def test_padding_of_prompts_and_answers_does_not_matter():
     once = model(answers, attention_mask=answer_mask, prompts=(prompts, prompt_mask)).logits
     other = model(answers.masked_fill(~answer_mask, 7), attention_mask=answer_mask,
                   prompts=(prompts.masked_fill(~prompt_mask, 9), prompt_mask)).logits
-    torch.testing.assert_close(once[answer_mask], other[answer_mask], atol=1e-6, rtol=0)
+    torch.testing.assert_close(once, other, atol=1e-6, rtol=0)
+
+
+def test_any_rows_of_any_prompts_give_what_all_rows_give():
+    torch.manual_seed(0)
+    model = MiniMindForCausalLM(MiniMindConfig(hidden_size=64, num_hidden_layers=2, vocab_size=V))
+    prompts, prompt_mask, answers, answer_mask = batch()
+    everything = model(answers, attention_mask=answer_mask, prompts=(prompts, prompt_mask)).logits[0]
+    rows = torch.tensor([1, 9, 11])  # of prompts 0, 2 and 2
+    some = model(answers[rows], attention_mask=answer_mask[rows],
+                 prompts=(prompts[[0, 2]], prompt_mask[[0, 2]], torch.tensor([0, 1, 1]))).logits[0]
+    row_of_token = answer_mask.nonzero()[:, 0]
+    torch.testing.assert_close(some, everything[torch.isin(row_of_token, rows)], atol=1e-6, rtol=0)
+
+
+def test_checkpointed_layers_give_the_same_gradients():
+    torch.manual_seed(0)
+    model = MiniMindForCausalLM(MiniMindConfig(hidden_size=64, num_hidden_layers=2, vocab_size=V, use_moe=True)).train()
+    prompts, prompt_mask, answers, answer_mask = batch()
+    found = []
+    for model.model.gradient_checkpointing in (False, True):
+        output = model(answers, attention_mask=answer_mask, prompts=(prompts, prompt_mask))
+        (output.logits.square().sum() + output.aux_loss).backward()
+        found.append([p.grad.clone() for p in model.parameters()])
+        model.zero_grad()
+    for kept, again in zip(*found, strict=True):
+        assert kept.equal(again)
 
 
 def test_experts_balance_counts_a_prompt_once():
-    """The loss is a mean of the prompts' and the answers' own, weighted by their tokens: it keeps the scale of one."""
+    """One balance loss over the tokens that are read, whatever their number."""
     torch.manual_seed(0)
     model = MiniMindForCausalLM(
         MiniMindConfig(hidden_size=64, num_hidden_layers=2, vocab_size=V, use_moe=True)

@@ -15,7 +15,9 @@ from trainer.rollout_engine import RolloutResult
 METRICS = {
     "step", "epoch", "consumed", "lr", "reward", "reward_std", "frac_reward_zero_std", "kl", "policy_loss", "aux_loss",
     "grad_norm", "skipped_steps", "advantages/mean", "advantages/std", "sampling/logp_difference/mean",
-    "rewards/nonfinite", "completions/mean_length", "completions/clipped_ratio",
+    "sampling/logp_difference/max", "rewards/nonfinite", "completions/clipped_ratio", "entropy", "kl_k1",
+    "completions/mean_length", "completions/min_length", "completions/max_length", "cispo_clip_ratio", "num_tokens",
+    "rewards/length_correlation", "rewards/rm/saturated",
     *(f"rewards/{part}/mean" for part in ("length", "thinking", "tag", "repetition", "rm", "answer")),
 }  # fmt: skip
 
@@ -97,8 +99,9 @@ def test_files_metrics_and_resume_file(flags, tmp_path):
     lines = metrics_lines(tmp_path / "run", timing=True)
     assert [(line["step"], line["consumed"]) for line in lines] == [(1, 2), (2, 4)]
     for line in lines:
-        timing = {name for name in line if name.startswith("timing_s/")}
-        assert timing == {f"timing_s/{part}" for part in ("gen", "reward", "update", "step")}
+        timing = {name for name in line if name.startswith(("timing_s/", "perf/"))}
+        parts = ("gen", "reward", "ref", "update", "step")
+        assert timing == {"perf/tokens_per_s", *(f"timing_s/{part}" for part in parts)}
         assert set(line) - timing == METRICS
     assert (tmp_path / "run" / "config.json").is_file()
     assert not list(tmp_path.rglob("*.tmp"))
@@ -233,20 +236,20 @@ def test_shuffled_rewards_stay_in_their_group(flags):
 
 # ---------------------------------------------------------------------------------------------- non-finite losses
 def broken_at(bad_calls, value):
-    """cispo_policy_loss, multiplied by `value` at these calls (from 1)."""
+    """cispo_token_loss, multiplied by `value` at these calls (from 1)."""
     calls = []
 
     def loss(*args, **kwargs):
         calls.append(None)
         return train_grpo_loss(*args, **kwargs) * (value if len(calls) in bad_calls else 1.0)
 
-    train_grpo_loss = train_grpo.cispo_policy_loss
+    train_grpo_loss = train_grpo.cispo_token_loss
     return loss
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 def test_a_non_finite_loss_is_skipped_and_counted(flags, tmp_path, value):
-    run, calls, _ = spied(flags(6), cispo_policy_loss=broken_at({2}, value))
+    run, calls, _ = spied(flags(6), cispo_token_loss=broken_at({2}, value))
     assert [call["taken"] for call in calls] == [True, False, True]
     assert same_state(calls[1]["weights"][0], calls[1]["after"][0])
     assert calls[1]["lr"] == calls[2]["lr"], "the schedule waits"
@@ -258,7 +261,7 @@ def test_a_non_finite_loss_is_skipped_and_counted(flags, tmp_path, value):
 def test_too_many_skipped_steps_end_the_run_with_the_last_checkpoint_untouched(flags, tmp_path):
     finite_first = flags(8, max_skipped_steps=2, save_interval=2)
     with pytest.raises(RuntimeError, match="2 optimizer steps in a row.*--max_skipped_steps"):
-        run_script(train_grpo, finite_first, cispo_policy_loss=broken_at({1, 3, 4}, math.nan))
+        run_script(train_grpo, finite_first, cispo_token_loss=broken_at({1, 3, 4}, math.nan))
     saved = resume_content(tmp_path / "checkpoints", "grpo")
     assert saved["progress"]["step"] == 2, "1 was alone, then came 2; 3 and 4 were in a row"
     assert all(torch.isfinite(tensor).all() for tensor in saved["model"].values())

@@ -20,7 +20,9 @@ METRICS = {
     "step", "epoch", "consumed", "lr", "critic/lr", "reward", "kl", "approx_kl", "policy_loss", "aux_loss",
     "critic/vf_loss", "clip_ratio/region_mean", "early_stop", "grad_norm", "critic/grad_norm", "skipped_steps",
     "critic/explained_var", "sampling/logp_difference/mean", "rewards/nonfinite", "completions/mean_length",
-    "completions/clipped_ratio",
+    "completions/min_length", "completions/max_length", "completions/clipped_ratio", "sampling/logp_difference/max",
+    "entropy", "kl_k1", "clip_ratio/low_mean", "clip_ratio/high_mean", "critic/vf_clipfrac", "num_tokens",
+    "rewards/length_correlation", "rewards/rm/saturated",
     *(f"rewards/{part}/mean" for part in ("length", "thinking", "tag", "repetition", "rm", "answer")),
 }  # fmt: skip
 
@@ -141,7 +143,7 @@ def test_files_metrics_and_resume_file(flags, tmp_path):
     lines = metrics_lines(tmp_path / "run", timing=True)
     assert [(line["step"], line["consumed"]) for line in lines] == [(1, 3), (2, 6)]
     for line in lines:
-        assert {name for name in line if not name.startswith("timing_s/")} == METRICS
+        assert {name for name in line if not name.startswith(("timing_s/", "perf/"))} == METRICS
     assert not list(tmp_path.rglob("*.tmp"))
     assert run.progress.step == 2
 

@@ -270,6 +270,7 @@ class Answers:
 
     completion_mask = torch.tensor([[1, 0, 0], [1, 1, 0], [1, 1, 1], [1, 1, 1]]).bool()
     finished = torch.tensor([True, True, True, False])
+    attention_mask = torch.cat([torch.tensor([[1, 1], [1, 1], [0, 1], [0, 1]]).bool(), completion_mask], dim=1)
 
 
 def test_answer_and_group_metrics_by_hand():
@@ -282,6 +283,8 @@ def test_answer_and_group_metrics_by_hand():
     assert metrics["rewards/length/mean"] == 0.25
     assert metrics["rewards/nonfinite"] == 0.25
     assert metrics["completions/mean_length"] == 2.25
+    assert (metrics["completions/min_length"], metrics["completions/max_length"]) == (1, 3)
+    assert metrics["num_tokens"] == 2 + 2 + 1 + 1 + 9
     assert metrics["completions/clipped_ratio"] == 0.25
     assert metrics["reward_std"] == 0.5  # groups {1, 3} and {5}: (1 + 0) / 2
     assert metrics["frac_reward_zero_std"] == 0.5
@@ -296,6 +299,7 @@ def test_filled_in_rows_count_in_no_metric():
     assert metrics["reward"] == metrics["rewards/length/mean"] == 2.0
     assert metrics["rewards/nonfinite"] == metrics["completions/clipped_ratio"] == 0.0
     assert metrics["completions/mean_length"] == 1.5
+    assert (metrics["completions/max_length"], metrics["num_tokens"]) == (2, 7)
     assert metrics["reward_std"] == 1.0 and metrics["frac_reward_zero_std"] == 0.0
 
 

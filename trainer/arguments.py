@@ -148,6 +148,37 @@ def add_input_flags(parser: FlagParser) -> None:
         "itself")
 
 
+def add_rollout_flags(parser: FlagParser, num_generations: bool) -> None:
+    """Flags that say how answers are sampled and scored; --num_generations where a prompt gets several."""
+    add = parser.group("rollout")
+    add("--rollout_engine", ["torch", "sglang"], "torch", "what samples the answers: this process, or SGLang servers")
+    if num_generations:
+        add("--num_generations", at_least_two, 6, "answers sampled for each prompt, G")
+    add("--max_gen_len", positive_int, 1024, "longest answer in tokens")
+    add("--temperature", positive_float, 0.8, "sampling temperature")
+    add("--top_p", positive_fraction, 1.0, "sample from the smallest set of tokens that holds this much probability; 1 "
+        "= all")
+    add("--top_k", non_negative_int, 0, "sample from the k likeliest tokens; 0 = all")
+    add("--logp_temperature", positive_float, None, "what logits are divided by when answers are scored; 1.0 scores as "
+        "MiniMind does, None = the sampling temperature")
+    add("--recompute_logps", ["auto", "0", "1"], "auto", "where old log-probs come from: 0 = the rollout engine, 1 = "
+        "the trainer scores the answers again, auto = again where the engine's are at another temperature or rounded "
+        "to half precision")
+
+
+def add_update_flags(add) -> None:
+    """Flags of the optimisation group that hold whatever is optimised."""
+    add("--grad_clip", non_negative_float, 1.0, "largest gradient norm; 0 = no clipping")
+    add("--max_skipped_steps", positive_int, 20, "the run stops once this many optimizer steps in a row were skipped "
+        "for a non-finite loss or gradient")
+    add("--dtype", ["bfloat16", "float16", "float32"], "bfloat16", "precision of forward passes; weights stay float32")
+    add("--use_compile", switch, 0, "1 = torch.compile what is trained, and decoding")
+    add("--micro_batch_tokens", non_negative_int, 4096, "most tokens that a forward and backward pass reads at once "
+        "(each prompt once, without padding); a larger batch is read in pieces whose gradients add up; 0 = all at once")
+    add("--gradient_checkpointing", switch, 0, "1 = keep only each layer's input and work the rest out again in the "
+        "backward pass: less memory, about a third more time in the update")
+
+
 def add_sglang_flags(parser: FlagParser, *, shared_path: str) -> None:
     """Flags of --rollout_engine sglang."""
     add = parser.group("sglang servers")
@@ -157,6 +188,8 @@ def add_sglang_flags(parser: FlagParser, *, shared_path: str) -> None:
     add("--sglang_concurrency", positive_int, 64, "requests in flight, over all servers")
     add("--sglang_wait", positive_float, 300.0, "seconds to wait for a server that is not there")
     add("--sync_interval", positive_int, 1, "updates of the policy between pushes of its weights")
+    add("--tis_cap", non_negative_float, 2.0, "each token's loss is weighted by the trainer's probability of it over "
+        "the server's, at most this (truncated importance sampling); 0 = not weighted")
 
 
 def add_file_flags(parser: FlagParser, *, save_weight: str, wandb_project: str) -> None:
@@ -180,8 +213,14 @@ def add_file_flags(parser: FlagParser, *, save_weight: str, wandb_project: str) 
         "at the start only")
     add("--debug_mode", bool, False, "print prompts, answers and rewards while training")
     add("--debug_interval", positive_int, 20, "rollout steps between such prints")
+    add("--sample_interval", non_negative_int, 50, "rollout steps between greedy answers to the same few held-out "
+        "prompts, in samples.jsonl and on the console; 0 = none, as without --eval_data_path")
+    add("--keep_best", switch, 0, "1 = also keep the weights that evaluated best so far, as {save_weight}_best")
+    add("--health_stop", switch, 0, "1 = save and stop on a severe health alarm, 0 = warn and go on")
+    add("--quiet", bool, False, "no line and no bar for training steps; warnings, evaluations and the end stay")
     add("--use_wandb", bool, False, "also log to swanlab or wandb, whichever is installed")
     add("--wandb_project", str, wandb_project, "its project name")
+    add("--use_tensorboard", bool, False, "also log to {run_dir}/tensorboard (pip install tensorboard)")
 
 
 def parse_with_starter(parser: FlagParser, argv, starter_defaults: dict) -> argparse.Namespace:

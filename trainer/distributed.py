@@ -71,6 +71,15 @@ def all_reduce_sum(values: Tensor) -> Tensor:
     return total
 
 
+def all_reduce_max(values: Tensor) -> Tensor:
+    """The largest of `values` over all ranks, entry by entry, as a new tensor; `values` itself in a single process."""
+    if rank_and_world()[1] == 1:
+        return values
+    largest = values.detach().clone()
+    dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+    return largest
+
+
 def any_rank(flag: bool, device: str) -> bool:
     """True on every rank if `flag` is true on one of them: a decision that all ranks must take alike."""
     if rank_and_world()[1] == 1:

@@ -16,6 +16,7 @@ from model.model_minimind import MiniMindConfig, MiniMindForCausalLM, MOEFeedFor
 from trainer.arguments import REPO_ROOT
 from trainer.checkpoints import lm_checkpoint, load_weights, missing_weights_message, weights_path
 from trainer.distributed import Logger, rank_and_world
+from trainer.reward_plugins import needs_reward_model
 from trainer.reward_model import LMForRewardModel, check_reward_model_path
 
 # A resumed run with another of these would not be the same run: prompts would come twice, or sizes not fit.
@@ -231,7 +232,7 @@ def open_datasets(args, tokenizer) -> tuple[RLAIFDataset, RLAIFDataset | None]:
 
 def open_reward_model(args, device: str) -> LMForRewardModel | None:
     """The reward model that --reward_model_path names, in float16 on a GPU and float32 on a CPU."""
-    if args.reward_model_path == "none":
+    if args.reward_model_path == "none" or not needs_reward_model(args):
         return None
     dtype = torch.float32 if device == "cpu" else torch.float16
     return LMForRewardModel(args.reward_model_path, device=device, dtype=dtype,
@@ -265,7 +266,20 @@ def load_roles(args, device: str, *, with_reference: bool) -> Roles:
     reward_model = open_reward_model(args, device)
     start = {"save_dir": args.weight_dir, "device": device, "tokenizer": tokenizer, "seed": args.seed, "state": state}
     model = without_dropout(init_model(config, args.from_weight, **start)[0])
+    model.model.gradient_checkpointing = bool(args.gradient_checkpointing)
     reference = None
     if with_reference:
         reference = init_model(config, args.from_weight, **start)[0].eval().requires_grad_(False)
     return Roles(config, tokenizer, dataset, heldout, resumed, model, reference, reward_model)
+
+
+def start_critic(critic: nn.Module, actor: nn.Module, resumed: dict | None) -> nn.Module:
+    """The critic with the actor's starting weights under its fresh value head, or with what a resume file holds."""
+    if resumed:
+        load_resumed_model(critic, resumed["critic_model"])
+    else:
+        missing, unexpected = critic.load_state_dict(actor.state_dict(), strict=False)
+        if set(missing) != {"value_head.weight", "value_head.bias"} or unexpected:
+            raise ValueError(f"critic: missing {missing}, unexpected {unexpected}; only value_head may be missing")
+    critic.model.gradient_checkpointing = actor.model.gradient_checkpointing
+    return critic

@@ -1,4 +1,4 @@
-"""Rewards of a response: text rules, a reward-model plug-in and an exact-answer check. Imports no model.
+"""Rewards of a response: text rules, a reward-model plug-in, an exact-answer check, own functions. Imports no model.
 
 Letters: B prompts, G answers a prompt, N = B * G responses; response i belongs to prompt i // G.
 A response is what the policy wrote after the prompt. Where the prompt opened a think block it reads
@@ -12,10 +12,10 @@ from decimal import Decimal
 import torch
 from torch import Tensor
 
+from trainer.reward_plugins import REWARD_PARTS, RULE_PARTS, RewardFunction
+
 THINK_OPEN = "<think>"
 THINK_CLOSE = "</think>"
-RULE_PARTS = ("length", "thinking", "tag", "repetition")
-REWARD_PARTS = RULE_PARTS + ("rm", "answer")
 
 # Scripts whose characters are tokens: Han (々 〇 and the extensions too), kana (half-width too), bopomofo, Hangul.
 _CJK = (
@@ -116,6 +116,12 @@ def _bare(text: str) -> str:
     return text.strip().rstrip(_TRAILING_PUNCTUATION).strip().casefold()
 
 
+def given_answer(prompt: str, response: str) -> str | None:
+    """The answer part; None where the prompt or the response opened a think block that the response never closes."""
+    unfinished = prompt.rstrip().endswith(THINK_OPEN) or response.lstrip().startswith(THINK_OPEN)
+    return None if unfinished and THINK_CLOSE not in response else answer_part(response)
+
+
 def answer_matches(response: str, answer: str | None, *, thinking_open: bool = False) -> bool:
     """Whether the response's answer part gives the expected answer.
 
@@ -127,10 +133,9 @@ def answer_matches(response: str, answer: str | None, *, thinking_open: bool = F
     """
     if answer is None or not answer.strip():
         return False
-    unfinished = thinking_open or response.lstrip().startswith(THINK_OPEN)
-    if unfinished and THINK_CLOSE not in response:
+    given = given_answer(THINK_OPEN if thinking_open else "", response)
+    if given is None:
         return False
-    given = answer_part(response)
     expected = _as_number(_bare(answer))
     if expected is not None and _last_number(given) == expected:
         return True
@@ -155,7 +160,7 @@ def _model_scores(reward_model, messages: list[list[dict]], responses: list[str]
     return [value if math.isfinite(value) else math.nan for value in values]
 
 
-def _check_counts(prompts, responses, messages, answers) -> int:
+def _check_counts(prompts, responses, of_prompts: dict, of_responses: dict) -> int:
     """G = N / B. Raises ValueError where the counts do not fit."""
     batch, rows = len(prompts), len(responses)
     if batch == 0 or rows == 0 or rows % batch:
@@ -163,10 +168,32 @@ def _check_counts(prompts, responses, messages, answers) -> int:
             f"calculate_rewards got {batch} prompts and {rows} responses; expected at least one prompt and the same "
             "number of responses for each"
         )
-    for name, values in (("messages", messages), ("answers", answers)):
-        if values is not None and len(values) != batch:
-            raise ValueError(f"calculate_rewards got {len(values)} {name} for {batch} prompts; expected one a prompt")
+    for lists, count, what in ((of_prompts, batch, "prompt"), (of_responses, rows, "response")):
+        for name, values in lists.items():
+            if values is not None and len(values) != count:
+                raise ValueError(
+                    f"calculate_rewards got {len(values)} {name} for {count} {what}s; expected one a {what}"
+                )
     return rows // batch
+
+
+def _spread(values: list, group: int) -> list:
+    """One value a prompt [B] as one a response [N]."""
+    return [value for value in values for _ in range(group)]
+
+
+def _rows(prompts, responses, messages, answers, finished, metadata) -> dict[str, list]:
+    """What reward functions are given: lists of length N; "" where there is no answer, None where a fact is missing."""
+    group = len(responses) // len(prompts)
+    flags = [None] * len(responses) if finished is None else [bool(flag) for flag in finished]
+    return {
+        "prompts": _spread(prompts, group),
+        "messages": _spread(messages, group),
+        "responses": responses,
+        "answers": _spread([answer or "" for answer in answers or [None] * len(prompts)], group),
+        "finished": flags,
+        "metadata": _spread(metadata or [None] * len(prompts), group),
+    }
 
 
 def calculate_rewards(
@@ -178,27 +205,38 @@ def calculate_rewards(
     answers: list[str | None] | None = None,
     answer_reward: float = 0.0,
     return_parts: bool = False,
+    reward_functions: list[RewardFunction] = (),
+    reward_weights: dict[str, float] | None = None,
+    finished: list[bool] | Tensor | None = None,
+    metadata: list[dict | None] | None = None,
 ) -> Tensor | tuple[Tensor, dict[str, Tensor]]:
-    """Reward of each response: text rules + reward model + exact answer. float32[N] on the CPU, no grad.
+    """Reward of each response: weighted sum of text rules, reward model, exact answer and own functions.
 
     Args:
         prompts [B], responses [N]: response i belongs to prompt i // (N / B).
         reward_model: None, or anything with `get_score(messages, response) -> float` and optionally
-            `get_scores(messages of each, responses) -> floats`. It is given the answer part of the response.
+            `get_scores(messages of each, responses) -> floats`. It is given the answer part of the response, and is
+            not asked where its weight is 0.
         messages [B]: the conversation as the policy saw it; without it the prompt text is parsed.
         answers [B]: expected answers, "" or None where a row has none; a match adds `answer_reward`.
-        return_parts: also give the summands by name (REWARD_PARTS), each float32[N].
-    Where the reward model's score is not finite, the row's "rm" part and its reward are NaN, never a number: the
-    trainers leave such rows out and count them.
-    Raises: ValueError if N is not a multiple of B or a list does not fit; RuntimeError if the plug-in misbehaves.
+        return_parts: also give the parts by name (REWARD_PARTS, then the functions'), each float32[N] before its
+            weight. A part that does not apply to a row is NaN there and adds nothing.
+        reward_functions: what `load_reward_functions` gave; finished [N] (ended by itself, not at the limit) and
+            metadata [B] are for them alone.
+        reward_weights: weight of built-in parts by name; 1 for those it does not name.
+    Returns: float32[N] on the CPU, no grad. Where the reward model's or a function's score is not finite and counts,
+    the row's part and its reward are NaN, never a number: the trainers leave such rows out and count them.
+    Raises: ValueError if N is not a multiple of B or a list does not fit; RuntimeError if a plug-in misbehaves.
     """
-    group = _check_counts(prompts, responses, messages, answers)
+    of_prompts = {"messages": messages, "answers": answers, "metadata": metadata}
+    group = _check_counts(prompts, responses, of_prompts, {"values of finished": finished})
+    weights = {**dict.fromkeys(REWARD_PARTS, 1.0), **(reward_weights or {})}
     rules = [rule_parts(response) for response in responses]
     parts = {name: [row[name] for row in rules] for name in RULE_PARTS}
+    conversations = messages if messages is not None else [parse_chat_prompt(prompt) for prompt in prompts]
     parts["rm"] = [0.0] * len(responses)
-    if reward_model is not None:
-        conversations = messages if messages is not None else [parse_chat_prompt(prompt) for prompt in prompts]
-        parts["rm"] = _model_scores(reward_model, [conversations[i // group] for i in range(len(responses))], responses)
+    if reward_model is not None and weights["rm"] != 0:
+        parts["rm"] = _model_scores(reward_model, _spread(conversations, group), responses)
     parts["answer"] = [0.0] * len(responses)
     if answers is not None:
         opened = [prompt.rstrip().endswith(THINK_OPEN) for prompt in prompts]
@@ -206,8 +244,19 @@ def calculate_rewards(
             float(answer_reward) * answer_matches(response, answers[i // group], thinking_open=opened[i // group])
             for i, response in enumerate(responses)
         ]
-    stacked = torch.tensor([parts[name] for name in REWARD_PARTS], dtype=torch.float64)
-    total = stacked.sum(dim=0).float()
+    if reward_functions:
+        rows = _rows(prompts, responses, conversations, answers, finished, metadata)
+        parts |= {function.name: function.scores(rows) for function in reward_functions}
+        weights |= {function.name: function.weight for function in reward_functions}
+    total = _weighted_sum(parts, weights)
     if not return_parts:
         return total
-    return total, {name: stacked[k].float() for k, name in enumerate(REWARD_PARTS)}
+    blank = {name: [math.nan if value is None else value for value in values] for name, values in parts.items()}
+    return total, {name: torch.tensor(values, dtype=torch.float64).float() for name, values in blank.items()}
+
+
+def _weighted_sum(parts: dict[str, list[float | None]], weights: dict[str, float]) -> Tensor:
+    """float32[N]: the parts times their weights, summed in double precision; None and a weight of 0 add nothing."""
+    terms = [[0.0 if value is None or weights[name] == 0 else weights[name] * value for value in values]
+             for name, values in parts.items()]
+    return torch.tensor(terms, dtype=torch.float64).sum(dim=0).float()

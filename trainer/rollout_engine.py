@@ -6,6 +6,7 @@ Row i belongs to prompt i // G. Prompts are left padded, answers right padded, s
 
 import contextlib
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
@@ -16,7 +17,9 @@ from model.decoding import evaluation_mode
 from model.model_minimind import MiniMindForCausalLM
 from trainer.distributed import unwrap_model
 from trainer.prompts import encode_prompts
-from trainer.rl_math import mask_until_eos, selective_logps
+from trainer.rl_math import logps_and_entropy, mask_until_eos
+
+NO_GRAD_SHARE = 4  # a scored token keeps no activations, so that this many times the update's fit into its memory
 
 
 class RolloutResult(NamedTuple):
@@ -40,17 +43,25 @@ class RolloutResult(NamedTuple):
 
 
 # ---------------------------------------------------------------------------------------------- scoring
-def score_tokens(model: nn.Module, input_ids: Tensor, n_keep: int, attention_mask: Tensor | None = None,
-                 temperature: float = 1.0) -> tuple[Tensor, Tensor]:
-    """(log-probs of the last `n_keep` tokens float32 [N, n_keep], the MoE load-balancing loss or 0 without experts).
+class Scores(NamedTuple):
+    """What a model says of answer tokens; grad flows unless the caller forbids it."""
 
-    logp_t = log_softmax(logits_{t-1} / temperature)[token_t] in float32. Grad flows unless the caller forbids it; the
-    model is called as given, so a DDP wrapper synchronises. Only n_keep + 1 positions of logits are ever computed.
+    logps: Tensor  # float32 [n, R], natural logs
+    entropy: Tensor  # float32 [n, R], nats: how unsure the model was at each token
+    aux_loss: Tensor  # [], the experts' balance loss, 0 without experts
+
+
+def score_tokens(model: nn.Module, input_ids: Tensor, n_keep: int, attention_mask: Tensor | None = None,
+                 temperature: float = 1.0) -> Scores:
+    """The last `n_keep` tokens of rows [N, W]: logp_t = log_softmax(logits_{t-1} / temperature)[token_t] in float32.
+
+    The model is called as given, so a DDP wrapper synchronises. Only n_keep + 1 positions of logits are ever computed.
     """
     output = model(input_ids, attention_mask=attention_mask, logits_to_keep=n_keep + 1)
-    logps = selective_logps(output.logits[:, :-1], input_ids[:, input_ids.size(1) - n_keep :], temperature=temperature)
+    targets = input_ids[:, input_ids.size(1) - n_keep :]
+    logps, entropy = logps_and_entropy(output.logits[:, :-1], targets, temperature=temperature)
     aux_loss = getattr(output, "aux_loss", None)
-    return logps, logps.new_zeros(()) if aux_loss is None else aux_loss
+    return Scores(logps, entropy, logps.new_zeros(()) if aux_loss is None else aux_loss)
 
 
 def compute_per_token_logps(model: nn.Module, input_ids: Tensor, n_keep: int, attention_mask: Tensor | None = None,
@@ -63,21 +74,81 @@ def compute_per_token_logps(model: nn.Module, input_ids: Tensor, n_keep: int, at
         return input_ids.new_empty((input_ids.size(0), 0), dtype=torch.float32)
     if n_keep >= input_ids.size(1):
         raise ValueError(f"n_keep {n_keep} of input_ids {tuple(input_ids.shape)}: at least one token must come before")
-    return score_tokens(model, input_ids, n_keep, attention_mask, temperature)[0]
+    return score_tokens(model, input_ids, n_keep, attention_mask, temperature).logps
 
 
-def score_answers(model: nn.Module, rollout: "RolloutResult", num_generations: int, temperature: float):
-    """As `score_tokens` for a whole rollout: (log-probs float32 [N, R], balance loss []).
+def score_answers(model: nn.Module, rollout: "RolloutResult", num_generations: int, temperature: float,
+                  rows: Tensor | None = None) -> Scores:
+    """As `score_tokens` for the answers of a rollout, or of some of its rows.
 
-    A MiniMindForCausalLM reads each prompt once for its answers, with the same value and gradient as reading it again
-    for each; any other model gets prompt and answer of every row.
+    A MiniMindForCausalLM reads each prompt once for its answers and no padding, with the same value and gradient as
+    reading every row as one sequence; after an answer's end all is 0. Any other model gets whole rows.
+    Args: rows long [n]; None = all of them.
     """
-    mask, width = rollout.attention_mask.long(), rollout.completion_ids.size(1)
-    if num_generations == 1 or not isinstance(unwrap_model(model), MiniMindForCausalLM):
-        return score_tokens(model, rollout.output_ids, width, mask, temperature)
-    prompts = (rollout.output_ids[::num_generations, :-width], mask[::num_generations, :-width])
-    output = model(rollout.completion_ids, attention_mask=mask[:, -width:], prompts=prompts)
-    return selective_logps(output.logits, rollout.completion_ids, temperature=temperature), output.aux_loss
+    rows = torch.arange(len(rollout.completion_ids), device=rollout.completion_ids.device) if rows is None else rows
+    width = rollout.completion_ids.size(1)
+    if not isinstance(unwrap_model(model), MiniMindForCausalLM):
+        mask = rollout.attention_mask[rows].long()
+        return score_tokens(model, rollout.output_ids[rows], width, mask, temperature)
+    prompts, prompt_of = (rows // num_generations).unique(return_inverse=True)
+    ids = rollout.output_ids[prompts * num_generations, :-width]
+    mask = rollout.attention_mask[prompts * num_generations, :-width]
+    answers, real = rollout.completion_ids[rows], rollout.attention_mask[rows, -width:]
+    output = model(answers, attention_mask=real, prompts=(ids, mask, prompt_of))
+    if output.logits.shape[1] == answers.numel():  # no padding, or a compiled model, which gives every column
+        real = torch.ones_like(real)
+    found = logps_and_entropy(output.logits, answers[real][None], temperature=temperature)
+    logps, entropy = (x.new_zeros(answers.shape).masked_scatter(real, x) for x in found)
+    return Scores(logps, entropy, output.aux_loss)
+
+
+def micro_batches(rollout: "RolloutResult", num_generations: int, budget: int,
+                  rows: Tensor | None = None) -> list[Tensor]:
+    """`rows` (long [n]; None = all) in pieces that can be scored one after another, each of at most `budget` tokens.
+
+    A piece's tokens are those of its answers and of each prompt they belong to, once; a row that is longer alone is a
+    piece of its own. Answers to one prompt stay together as far as they fit, shorter ones first, so that a piece's
+    rows are of much the same length. budget 0 = one piece.
+    """
+    if rows is None:
+        rows = torch.arange(len(rollout.completion_ids), device=rollout.completion_ids.device)
+    if budget == 0:
+        return [rows]
+    width = rollout.completion_ids.size(1)
+    real = rollout.attention_mask[rows]
+    answers, prompts = real[:, -width:].sum(1).tolist(), real[:, :-width].sum(1).tolist()
+    prompt_of = (rows // num_generations).tolist()
+    pieces, used = [[]], 0
+    for i in sorted(range(len(rows)), key=lambda i: (prompt_of[i], answers[i])):
+        piece = pieces[-1]
+        new = answers[i] + (prompts[i] if not piece or prompt_of[piece[-1]] != prompt_of[i] else 0)
+        if piece and used + new > budget:
+            pieces.append([])
+            used, new = 0, answers[i] + prompts[i]
+        pieces[-1].append(i)
+        used += new
+    return [rows[piece] for piece in pieces]
+
+
+def scoring_pieces(rollout: "RolloutResult", num_generations: int, args, pieces: list[Tensor]) -> list[Tensor]:
+    """How to score without gradient what the update will read in these pieces: in larger ones, for nothing is kept.
+
+    In half precision in the very same ones: products round differently in a batch of another shape, and the first ratio
+    and the first KL would not be what they are, 1 and 0.
+    """
+    if args.dtype != "float32":
+        return pieces
+    return micro_batches(rollout, num_generations, NO_GRAD_SHARE * args.micro_batch_tokens)
+
+
+@torch.no_grad()
+def score_all(model: nn.Module, rollout: "RolloutResult", num_generations: int, temperature: float,
+              pieces: list[Tensor]) -> Tensor:
+    """Log-probs float32 [N, R] of every row that is in one of the pieces, without gradient."""
+    found = torch.zeros(rollout.completion_ids.shape, dtype=torch.float32, device=rollout.completion_ids.device)
+    for rows in pieces:
+        found[rows] = score_answers(model, rollout, num_generations, temperature, rows).logps
+    return found
 
 
 # ---------------------------------------------------------------------------------------------- randomness
@@ -100,20 +171,31 @@ def answer_keys(prompt_keys: list[tuple[int, ...]], num_generations: int) -> lis
 class RolloutEngine(ABC):
     """Samples answers from the current policy."""
 
+    runs_trainers_modules = False  # True: its log-probs are the trainer's but for the order of sums
+
     @abstractmethod
     def rollout(self, prompt_ids: Tensor, attention_mask: Tensor, num_generations: int, max_new_tokens: int,
                 temperature: float = 0.8, *, top_p: float = 1.0, top_k: int = 0, logp_temperature: float | None = None,
-                prompt_keys: list[tuple[int, ...]] | None = None) -> RolloutResult:
+                prompt_keys: list[tuple[int, ...]] | None = None,
+                on_progress: Callable[[], None] | None = None) -> RolloutResult:
         """Sample `num_generations` answers to each left-padded prompt.
 
         Args: prompt_ids, attention_mask [B, P]; temperature 0 = greedy; top_p 1 and top_k 0 = off; logp_temperature:
             what the logits are divided by for the returned log-probs (default: the sampling temperature, 1 if greedy);
-            prompt_keys: B tuples of non-negative ints that fix each prompt's randomness (default: torch's generator).
+            prompt_keys: B tuples of non-negative ints that fix each prompt's randomness (default: torch's generator);
+            on_progress is called after each token of all rows, or after each whole answer of a server.
         """
 
     @abstractmethod
     def update_policy(self, model: nn.Module) -> None:
         """Sample from these weights from now on."""
+
+    def sync(self) -> None:  # noqa: B027  (nothing to do where nothing is withheld)
+        """Have the weights last given by `update_policy` sampled from, if they are still withheld."""
+
+    def logps_temperature(self, temperature: float, logp_temperature: float) -> float | None:
+        """What logits were divided by in the log-probs of answers sampled at `temperature`; None if not known."""
+        return logp_temperature
 
     def must_recompute(self, temperature: float, logp_temperature: float) -> bool:
         """Whether its log-probs are not at `logp_temperature`, so that the trainer has to score the answers itself."""
@@ -122,6 +204,8 @@ class RolloutEngine(ABC):
 
 class TorchRolloutEngine(RolloutEngine):
     """Decodes in this process: a MiniMindForCausalLM its own way, any other causal LM through its `.generate(...)`."""
+
+    runs_trainers_modules = True
 
     def __init__(self, policy_model: nn.Module, tokenizer, device="cpu", autocast_ctx=None):
         self.policy_model, self.tokenizer, self.device = policy_model, tokenizer, device
@@ -132,18 +216,19 @@ class TorchRolloutEngine(RolloutEngine):
 
     @torch.no_grad()
     def rollout(self, prompt_ids, attention_mask, num_generations, max_new_tokens, temperature=0.8, *, top_p=1.0,
-                top_k=0, logp_temperature=None, prompt_keys=None) -> RolloutResult:
+                top_k=0, logp_temperature=None, prompt_keys=None, on_progress=None) -> RolloutResult:
         model = unwrap_model(self.policy_model)
         prompt_ids, attention_mask = prompt_ids.to(self.device), attention_mask.to(self.device).bool()
         if prompt_keys is None:
             prompt_keys = [(key,) for key in torch.randint(2**62, (prompt_ids.size(0),)).tolist()]
         keys = answer_keys(prompt_keys, num_generations)
         sampling = {"max_new_tokens": max_new_tokens, "temperature": temperature, "top_p": top_p, "top_k": top_k}
+        on_token = None if on_progress is None else lambda ids: on_progress()
         logp_temperature = logp_temperature or temperature or 1.0
         sample = self._decode if isinstance(model, MiniMindForCausalLM) else self._generate
         with self.autocast_ctx:
             completion_ids, logps, mask, finished = sample(
-                model, prompt_ids, attention_mask, num_generations, keys, sampling, logp_temperature
+                model, prompt_ids, attention_mask, num_generations, keys, sampling, logp_temperature, on_token
             )
         output_ids = torch.cat([prompt_ids.repeat_interleave(num_generations, 0), completion_ids], dim=1)
         return RolloutResult(
@@ -157,16 +242,16 @@ class TorchRolloutEngine(RolloutEngine):
             finished=finished,
         )
 
-    def _decode(self, model, prompt_ids, attention_mask, num_generations, keys, sampling, logp_temperature):
+    def _decode(self, model, prompt_ids, attention_mask, num_generations, keys, sampling, logp_temperature, on_token):
         uniforms = row_uniforms(keys, sampling["max_new_tokens"]).to(self.device)
         return model.decode(
             prompt_ids, attention_mask, num_generations=num_generations, uniforms=uniforms,
             eos_token_id=self.tokenizer.eos_token_id, pad_token_id=self.tokenizer.pad_token_id,
-            logp_temperature=logp_temperature, **sampling,
+            logp_temperature=logp_temperature, on_token=on_token, **sampling,
         )  # fmt: skip
 
-    def _generate(self, model, prompt_ids, attention_mask, num_generations, keys, sampling, logp_temperature):
-        """Any causal LM of transformers: `.generate` to sample, one forward to score."""
+    def _generate(self, model, prompt_ids, attention_mask, num_generations, keys, sampling, logp_temperature, on_token):
+        """Any causal LM of transformers: `.generate` to sample, one forward to score. It tells no progress."""
         eos = self.tokenizer.eos_token_id
         settings = {"max_new_tokens": sampling["max_new_tokens"], "do_sample": sampling["temperature"] > 0,
                     "num_return_sequences": num_generations, "eos_token_id": eos,
@@ -192,12 +277,14 @@ class TorchRolloutEngine(RolloutEngine):
 
 
 def sample_answers(engine: RolloutEngine, tokenizer, prompt_ids: list[list[int]], keys: list[tuple[int, ...]], args,
-                   device: str, *, num_generations: int, temperature: float) -> RolloutResult:
+                   device: str, *, num_generations: int, temperature: float,
+                   on_progress: Callable[[], None] | None = None) -> RolloutResult:
     """Left-pad B prompts (lists of ids) and let the engine answer each `num_generations` times, as the flags say."""
     encoded = encode_prompts(tokenizer, prompt_ids, args.max_seq_len, device)
     return engine.rollout(
         encoded["input_ids"], encoded["attention_mask"], num_generations, args.max_gen_len, temperature,
         top_p=args.top_p, top_k=args.top_k, logp_temperature=args.logp_temperature, prompt_keys=keys,
+        on_progress=on_progress,
     )  # fmt: skip
 
 

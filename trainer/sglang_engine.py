@@ -255,7 +255,7 @@ class SGLangRolloutEngine(RolloutEngine):
                              "with SGLANG_RETURN_ORIGINAL_LOGPROB, or none")
         return next(iter(found.values()))
 
-    def logps_temperature(self, temperature: float) -> float | None:
+    def logps_temperature(self, temperature: float, logp_temperature: float | None = None) -> float | None:
         """What logits were divided by in the log-probs of answers sampled at `temperature`; None if not known."""
         if temperature == 0:
             return 1.0
@@ -278,7 +278,8 @@ class SGLangRolloutEngine(RolloutEngine):
     # ------------------------------------------------------------------------------------------ rollout
     def rollout(self, prompt_ids: Tensor, attention_mask: Tensor, num_generations: int, max_new_tokens: int,
                 temperature: float = 0.8, *, top_p: float = 1.0, top_k: int = 0, logp_temperature: float | None = None,
-                prompt_keys: list[tuple[int, ...]] | None = None) -> RolloutResult:
+                prompt_keys: list[tuple[int, ...]] | None = None,
+                on_progress: Callable[[], None] | None = None) -> RolloutResult:
         """Sample `num_generations` answers to each left-padded prompt; arguments as in RolloutEngine.rollout.
 
         per_token_logps are the server's own, at `logps_temperature(temperature)`: `must_recompute` says whether that is
@@ -292,19 +293,25 @@ class SGLangRolloutEngine(RolloutEngine):
             prompt_keys = [(key,) for key in torch.randint(2**62, (len(prompts),)).tolist()]
         seeds = [sampling_seed(key) for key in answer_keys(prompt_keys, num_generations)]
         sampling = Sampling(max_new_tokens, temperature, top_p, top_k, self.tokenizer.eos_token_id)
-        answers = self._together(self._answer_all, RankPrompts(prompts, seeds, num_generations, sampling))
+        answers = self._together(lambda ranks: self._answer_all(ranks, on_progress),
+                                 RankPrompts(prompts, seeds, num_generations, sampling))
         return self._result(prompt_ids, attention_mask, num_generations, answers)
 
-    def _answer_all(self, ranks: list[RankPrompts]) -> list[list[Answer]]:
+    def _answer_all(self, ranks: list[RankPrompts], on_progress: Callable[[], None] | None) -> list[list[Answer]]:
         """The answers of every rank, in its rows' order."""
         jobs = [job for rank, wanted in enumerate(ranks)
                 for job in self._jobs(wanted, f" of rank {rank}" if len(ranks) > 1 else "")]
 
+        def answer(job: tuple[SGLangServer, Job]) -> Answer:
+            done = job[0].generate(job[1], self.vocab_size, self.versions.version)
+            if on_progress is not None:
+                on_progress()
+            return done
+
         def attempt() -> list[Answer]:
             self._refresh()
-            version = self.versions.version
             try:
-                return self._in_parallel(lambda job: job[0].generate(job[1], self.vocab_size, version), jobs)
+                return self._in_parallel(answer, jobs)
             except BaseException as error:
                 for server in self.servers:
                     if server is not getattr(error, "server", None):  # one that is gone has nothing to end

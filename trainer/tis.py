@@ -1,6 +1,8 @@
-"""Truncated importance sampling: makes up for a rollout engine that does not compute quite what the trainer does."""
+"""What to make of the log-probs that a rollout engine reports, and truncated importance sampling, which makes up for an
+engine that does not compute quite what the trainer does."""
 
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -29,3 +31,34 @@ def truncated_importance_weights(old_logps: Tensor, rollout_logps: Tensor, mask:
     # capped before exp: a difference of 200 nats would overflow
     weights = (old_logps - rollout_logps).clamp(max=math.log(cap)).exp()
     return weights.masked_fill(~mask, 1.0)
+
+
+def old_logps_known(engine, args) -> bool:
+    """Whether the rollout engine's log-probs can stand for the trainer's own, so that no second forward is needed.
+
+    With --recompute_logps auto: where the engine's are at the trainer's temperature and nothing is rounded to half
+    precision, which training and decoding round differently.
+    Raises: ValueError if --recompute_logps 0 asks for log-probs of another temperature.
+    """
+    other_temperature = engine.must_recompute(args.temperature, args.logp_temperature)
+    if args.recompute_logps == "auto":
+        return args.dtype == "float32" and not other_temperature
+    return args.recompute_logps == "0"
+
+
+def against_engine(engine, args, logps: Tensor, engine_logps: Tensor, mask: Tensor,
+                   rescore: Callable[[float], Tensor]) -> tuple[Tensor, Tensor]:
+    """(|trainer's - engine's log-prob| of each sampled token, NaN where it cannot be told; importance weights).
+
+    Both at the temperature of the engine's; the weights are 1 where --tis_cap is 0, and for an engine that samples with
+    the trainer's own modules.
+    Args: logps, engine_logps, mask [n, R], no grad, logps at --logp_temperature; rescore gives the trainer's log-probs
+        [n, R] at another temperature.
+    """
+    temperature = engine.logps_temperature(args.temperature, args.logp_temperature)
+    if temperature is None:
+        return torch.full_like(logps, math.nan), torch.ones_like(logps)
+    if temperature != args.logp_temperature:
+        logps = rescore(temperature)
+    cap = 0.0 if engine.runs_trainers_modules else args.tis_cap
+    return (logps - engine_logps).abs(), truncated_importance_weights(logps, engine_logps, mask, cap=cap)

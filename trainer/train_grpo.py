@@ -15,9 +15,11 @@ if __package__ in (None, ""):
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from trainer.arguments import (
-    STARTER_DEFAULTS, FlagParser, add_file_flags, add_input_flags, add_sglang_flags, add_start_flags, at_least_two,
-    non_negative_float, non_negative_int, parse_with_starter, positive_float, positive_fraction, positive_int, switch,
+    STARTER_DEFAULTS, FlagParser, add_file_flags, add_input_flags, add_rollout_flags, add_sglang_flags,
+    add_start_flags, add_update_flags, non_negative_float, parse_with_starter, positive_float, positive_fraction,
+    positive_int, switch,
 )  # fmt: skip
+from trainer.reward_plugins import add_reward_flags
 
 STARTER = {**STARTER_DEFAULTS, "batch_size": 16, "num_generations": 8, "learning_rate": 2e-4, "beta": 0.01,
            "answer_reward": 4.0, "epochs": 3, "max_steps": 220, "save_interval": 50, "eval_prompts": 300}  # fmt: skip
@@ -28,20 +30,11 @@ def parse_args(argv=None) -> argparse.Namespace:
     parser = FlagParser("GRPO / CISPO training of a MiniMind chat model.")
     add_start_flags(parser)
     add_input_flags(parser)
-
-    add = parser.group("rollout")
-    add("--rollout_engine", ["torch", "sglang"], "torch", "what samples the answers: this process, or SGLang servers")
-    add("--num_generations", at_least_two, 6, "answers sampled for each prompt, G")
-    add("--max_gen_len", positive_int, 1024, "longest answer in tokens")
-    add("--temperature", positive_float, 0.8, "sampling temperature")
-    add("--top_p", positive_fraction, 1.0, "sample from the smallest set of tokens that holds this much probability; 1 "
-        "= all")
-    add("--top_k", non_negative_int, 0, "sample from the k likeliest tokens; 0 = all")
-    add("--logp_temperature", positive_float, None, "what logits are divided by when answers are scored; 1.0 scores as "
-        "MiniMind does, None = the sampling temperature")
+    add_rollout_flags(parser, num_generations=True)
 
     add = parser.group("reward")
     add("--answer_reward", non_negative_float, 0.0, "added where the answer equals the row's 'answer'; 0 = off")
+    add_reward_flags(parser)
     add("--shuffle_rewards", switch, 0, "1 = a control experiment: rewards change places within their group, so "
         "nothing can be learnt from them")
 
@@ -55,11 +48,7 @@ def parse_args(argv=None) -> argparse.Namespace:
     add("--batch_size", positive_int, 2, "prompts a step and a process, B")
     add("--learning_rate", positive_float, 3e-07, "rate of AdamW at the start; a cosine takes it to a tenth")
     add("--accumulation_steps", positive_int, 1, "rollout steps whose gradients make one optimizer step")
-    add("--grad_clip", non_negative_float, 1.0, "largest gradient norm; 0 = no clipping")
-    add("--max_skipped_steps", positive_int, 20, "the run stops once this many optimizer steps in a row were skipped "
-        "for a non-finite loss or gradient")
-    add("--dtype", ["bfloat16", "float16", "float32"], "bfloat16", "precision of forward passes; weights stay float32")
-    add("--use_compile", switch, 0, "1 = torch.compile the policy")
+    add_update_flags(add)
     add_sglang_flags(parser, shared_path="sglang_ckpt_grpo")
     add_file_flags(parser, save_weight="grpo", wandb_project="MiniMind-GRPO")
     return parse_with_starter(parser, argv, STARTER)
@@ -68,30 +57,34 @@ def parse_args(argv=None) -> argparse.Namespace:
 if __name__ == "__main__":
     parse_args()  # a wrong flag or --help is answered here, before the seconds that importing torch takes
 
-import time
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from trainer.metrics import MetricSums, answer_metrics, debug_print, group_metrics
+from trainer.metrics import (
+    MetricSums, StepClock, answer_metrics, clip_metrics, debug_print, group_metrics, step_line,
+    token_metrics,
+)  # fmt: skip
 from trainer.rewards import calculate_rewards
 from trainer.rl_math import (
-    cispo_policy_loss, group_relative_advantages, grpo_policy_loss, masked_mean, sequence_mean, token_kl_penalty,
+    cispo_clip_ratio, cispo_token_loss, group_relative_advantages, grpo_token_loss, sequence_mean, token_kl_penalty,
+    token_ratios,
 )  # fmt: skip
-from trainer.rollout_engine import RolloutResult, sample_answers, score_answers
+from trainer.rollout_engine import (
+    RolloutResult, micro_batches, sample_answers, score_all, score_answers, scoring_pieces,
+)  # fmt: skip
 from trainer.run_state import (
-    Progress, RunState, end_epoch, finish_step, open_engine, planned_rows, resume_entries, resumed_progress, run_parts,
-    train_until_done, windows,
+    TRAIN_STREAM, Progress, RunState, end_epoch, finish_step, open_engine, planned_rows, resume_entries,
+    resumed_progress, rollout_bar, run_parts, train_until_done, window_places, windows,
 )  # fmt: skip
+from trainer.tis import against_engine, old_logps_known
 from trainer.trainer_utils import (
-    CosineSchedule, Interrupted, all_reduce_sum, autocast_context, global_share, grad_sync, is_main_process,
-    lm_checkpoint, load_resumed_model, load_roles, open_loader, optimizer_step, row_is_real, run_main,
-    save_weights, shuffle_within_groups, start_process, weights_path, wrap_ddp,
+    CosineSchedule, Interrupted, all_reduce_sum, autocast_context, clear_gradients, global_share, grad_sync,
+    is_main_process, lm_checkpoint, load_resumed_model, load_roles, open_loader, optimizer_step, row_is_real,
+    run_main, save_weights, shuffle_within_groups, start_process, weights_path, wrap_ddp,
 )  # fmt: skip
-
-TRAIN_STREAM = 1  # first word of the random keys of training prompts; evaluation uses 2
-
 
 @dataclass(kw_only=True)
 class Run(RunState):
@@ -108,56 +101,106 @@ def score(run: Run, args, batch: dict, rollout: RolloutResult) -> tuple[Tensor, 
     """(reward of each row float32 [N], its parts by name), on the run's device; NaN where it could not be scored."""
     rewards, parts = calculate_rewards(
         batch["prompt"], rollout.completions, run.reward_model, messages=batch["messages"], answers=batch["answer"],
-        answer_reward=args.answer_reward, return_parts=True,
+        metadata=batch["metadata"], finished=rollout.finished, return_parts=True, **run.rewards,
     )  # fmt: skip
     if args.shuffle_rewards:
         rewards = shuffle_within_groups(rewards, args.num_generations, (args.seed, run.progress.epoch, *batch["index"]))
     return rewards.to(run.device), {name: values.to(run.device) for name, values in parts.items()}
 
 
-def update(run: Run, args, rollout: RolloutResult, rewards: Tensor, real: Tensor, window: int, last: bool):
-    """Backpropagate one batch's loss as its part of a window of `window` batches; step the optimizer at the `last`."""
-    counted = real & torch.isfinite(rewards)  # rows that can be learnt from
-    rows = counted.sum()
-    run.window_rows += all_reduce_sum(rows.float()).item()
+class Experience(NamedTuple):
+    """One rollout, ready to learn from; nothing has a gradient."""
+
+    rollout: RolloutResult
+    counted: Tensor  # bool [N], rows that can be learnt from
+    mask: Tensor  # bool [N, R], their tokens
+    advantages: Tensor  # [N]
+    old_logps: Tensor | None  # [N, R]; None: the policy's own when it first scores the answers
+    ref_logps: Tensor | None  # [N, R]; None when beta is 0
+    pieces: list[Tensor]  # rows to read at once
+
+
+@torch.no_grad()
+def gather_experience(run: Run, args, rollout: RolloutResult, rewards: Tensor, real: Tensor) -> Experience:
+    """Advantages within each group, and the log-probs of the reference."""
+    counted = real & torch.isfinite(rewards)
+    pieces = micro_batches(rollout, args.num_generations, args.micro_batch_tokens)
+    old_logps = ref_logps = None
+    if args.recompute_logps == "0" and old_logps_known(run.engine, args):
+        old_logps = rollout.per_token_logps
+    if run.reference is not None:
+        with autocast_context(run.device, args.dtype):
+            ref_logps = score_all(run.reference, rollout, args.num_generations, args.logp_temperature,
+                                  scoring_pieces(rollout, args.num_generations, args, pieces))
     advantages = group_relative_advantages(rewards, args.num_generations)
     mask = rollout.completion_mask & counted[:, None]
-    inputs = (rollout, args.num_generations, args.logp_temperature)
-    ref_logps = None
-    if run.reference is not None:
-        with autocast_context(run.device, args.dtype), torch.no_grad():
-            ref_logps, _ = score_answers(run.reference, *inputs)
-    with grad_sync(run.policy, sync=last):
-        with autocast_context(run.device, args.dtype):
-            logps, aux_loss = score_answers(run.policy, *inputs)
-        # The policy has not moved since it sampled, so its own log-probs are the old ones: the ratio is exactly 1.
-        old_logps = logps.detach()
-        if args.loss_type == "cispo":
-            policy_loss = cispo_policy_loss(logps, old_logps, advantages, mask, epsilon_high=args.epsilon_high)
-        else:
-            policy_loss = grpo_policy_loss(logps, old_logps, advantages, mask, epsilon=args.epsilon)
-        token_kl = token_kl_penalty(logps, old_logps if ref_logps is None else ref_logps)
-        # The share below turns means over all rows into means over those that count; the balance loss is one already.
-        loss = policy_loss + args.beta * sequence_mean(token_kl, mask) + aux_loss * rows / len(rewards)
-        share = global_share(torch.tensor(float(len(rewards)), device=run.device), rows)
-        run.scaler.scale(loss * share / window).backward()
+    return Experience(rollout, counted, mask, advantages, old_logps, ref_logps, pieces)
 
-    sums, tokens = MetricSums(run.device), mask.sum()
-    sums.add("kl", masked_mean(token_kl.detach(), mask), tokens)
-    sums.add("sampling/logp_difference/mean", masked_mean((old_logps - rollout.per_token_logps).abs(), mask), tokens)
-    sums.add("policy_loss", policy_loss * len(rewards) / rows.clamp(min=1), rows)  # over the rows that count
-    sums.add("aux_loss", aux_loss, rows)
-    sums.add_each("advantages/mean", advantages, counted)
-    sums.add_each("advantages/square", advantages.square(), counted)
+
+def update(run: Run, args, rollout: RolloutResult, rewards: Tensor, real: Tensor, window: int, last: bool):
+    """Backpropagate one batch's loss as its part of a window of `window` batches; step the optimizer at the `last`."""
+    experience = gather_experience(run, args, rollout, rewards, real)
+    run.clock.mark("ref")
+    sums = MetricSums(run.device)
+    rows = experience.counted.sum()
+    run.window_rows += all_reduce_sum(rows.float()).item()
+    # Turns sums over rows into means over those that count, on all ranks.
+    share = global_share(torch.ones((), device=run.device), rows) / window
+    for number, piece in enumerate(experience.pieces):
+        with grad_sync(run.policy, sync=last and number + 1 == len(experience.pieces)):
+            loss = piece_loss(run, args, experience, piece, sums)
+            run.scaler.scale(loss * share).backward()
+    sums.add_each("advantages/mean", experience.advantages, experience.counted)
+    sums.add_each("advantages/square", experience.advantages.square(), experience.counted)
     if last:
         apply_gradients(run, args, sums)
     return sums
 
 
+def piece_loss(run: Run, args, experience: Experience, piece: Tensor, sums: MetricSums) -> Tensor:
+    """The loss of some of a rollout's rows, summed over them; its parts are added to `sums`."""
+    rollout, mask, advantages = experience.rollout, experience.mask[piece], experience.advantages[piece]
+    with autocast_context(run.device, args.dtype):
+        logps, entropy, aux_loss = score_answers(
+            run.policy, rollout, args.num_generations, args.logp_temperature, piece
+        )
+    # The policy has not moved since it sampled, so its own log-probs are the old ones: the ratio is exactly 1.
+    old_logps = logps.detach() if experience.old_logps is None else experience.old_logps[piece]
+    if args.loss_type == "cispo":
+        token_losses = cispo_token_loss(logps, old_logps, advantages, mask, epsilon_high=args.epsilon_high)
+    else:
+        token_losses = grpo_token_loss(
+            logps, old_logps, advantages, mask, epsilon=args.epsilon, epsilon_high=args.epsilon
+        )
+
+    def rescore(temperature: float) -> Tensor:
+        with autocast_context(run.device, args.dtype):
+            return score_all(run.policy, rollout, args.num_generations, temperature, [piece])[piece]
+
+    gap, weights = against_engine(run.engine, args, old_logps, rollout.per_token_logps[piece], mask, rescore)
+    ref_logps = None if experience.ref_logps is None else experience.ref_logps[piece]
+    token_kl = token_kl_penalty(logps, logps.detach() if ref_logps is None else ref_logps)
+    policy_loss = sequence_mean(token_losses * weights, mask)
+    loss = policy_loss + args.beta * sequence_mean(token_kl, mask)
+
+    rows = experience.counted[piece].sum()
+    sums.add("policy_loss", policy_loss * len(piece) / rows.clamp(min=1), rows)  # over the rows that count
+    sums.add("aux_loss", aux_loss, rows)
+    token_metrics(sums, mask, logps=logps, entropy=entropy, ref_logps=ref_logps, gap=gap)
+    ratios = token_ratios(logps.detach(), old_logps, mask)
+    if args.loss_type == "cispo":
+        capped = cispo_clip_ratio(ratios, advantages, mask, epsilon_high=args.epsilon_high)
+        sums.add("cispo_clip_ratio", capped, mask.sum())
+    else:
+        clip_metrics(sums, mask, ratios, advantages, epsilon=args.epsilon, epsilon_high=args.epsilon)
+    # The balance loss is over tokens that count already, and is to weigh as much as the rows that count.
+    return loss * len(piece) + aux_loss * rows
+
+
 def apply_gradients(run: Run, args, sums: MetricSums) -> None:
     """One optimizer step on the window's gradients; none if no row of the window could be scored on any rank."""
     if run.window_rows == 0:
-        run.optimizer.zero_grad(set_to_none=True)
+        clear_gradients([run.optimizer])
         return
     norms, taken = optimizer_step(
         [run.policy], [run.optimizer], [run.schedule], grad_clip=args.grad_clip, scaler=run.scaler
@@ -174,27 +217,28 @@ def apply_gradients(run: Run, args, sums: MetricSums) -> None:
 def train_epoch(run: Run, args, rows_per_step: list[int]) -> None:
     """The steps that are left of the current epoch."""
     loader = open_loader(run.dataset, run.progress, args, steps=len(rows_per_step))
-    sizes = windows(len(rows_per_step), args.accumulation_steps)
-    places = [(size, k == size - 1) for size in sizes for k in range(size)]
+    places = window_places(len(rows_per_step), args.accumulation_steps)
     ahead = run.progress
     for batch, rows, (window, last) in zip(loader, rows_per_step, places, strict=True):
-        began = time.perf_counter()
+        run.clock = StepClock(run.device)
         keys = [(TRAIN_STREAM, args.seed, run.progress.epoch, index) for index in batch["index"]]
-        rollout = sample_answers(run.engine, run.tokenizer, batch["prompt_ids"], keys, args, run.device,
-                                 num_generations=args.num_generations, temperature=args.temperature)
-        sampled = time.perf_counter()
+        with rollout_bar(run, args, len(keys) * args.num_generations) as bar:
+            rollout = sample_answers(run.engine, run.tokenizer, batch["prompt_ids"], keys, args, run.device,
+                                     num_generations=args.num_generations, temperature=args.temperature,
+                                     on_progress=bar.advance)
+        run.clock.mark("gen")
         rewards, parts = score(run, args, batch, rollout)
-        scored = time.perf_counter()
+        run.clock.mark("reward")
         real = row_is_real(rows, args.num_generations, run.device)
         with run.interrupts.deferred():
             sums = update(run, args, rollout, rewards, real, window, last)
+            run.clock.mark("update")
             answer_metrics(sums, rollout, rewards, parts, real)
             group_metrics(sums, rewards, real, args.num_generations)
-            ahead = ahead.next_step(rows)
+            metrics = sums.reduce()
+            ahead = ahead.next_step(rows, metrics["num_tokens"])
             ahead.optimizer_steps = run.progress.optimizer_steps
-            timing = {"gen": sampled - began, "reward": scored - sampled, "update": time.perf_counter() - scored,
-                      "step": time.perf_counter() - began}
-            log_step(run, args, ahead, sums.reduce(), timing)
+            log_step(run, args, ahead, metrics)
             if last:
                 ahead.planned_steps += 1
                 finish_step(run, args, ahead, save)
@@ -204,20 +248,21 @@ def train_epoch(run: Run, args, rows_per_step: list[int]) -> None:
     end_epoch(run)
 
 
-def log_step(run: Run, args, at: Progress, metrics: dict, timing: dict) -> None:
+def log_step(run: Run, args, at: Progress, metrics: dict) -> None:
     """One line to metrics.jsonl, tracker and console, every --log_interval steps."""
-    run.log.advance(reward=metrics["reward"], kl=metrics["kl"])
+    speed = run.clock.metrics(metrics["num_tokens"])
+    run.log.advance(reward=metrics["reward"], kl=metrics.get("kl", 0.0), **{"tokens/s": speed["perf/tokens_per_s"]})
     if at.step % args.log_interval:
         return
     mean = metrics["advantages/mean"]
     metrics["advantages/std"] = max(metrics.pop("advantages/square") - mean**2, 0.0) ** 0.5
-    metrics = {"step": at.step, "epoch": at.epoch, "consumed": at.consumed, **metrics, "lr": run.schedule.lr,
-               **{f"timing_s/{name}": seconds for name, seconds in timing.items()}}
-    line = (f"Epoch:[{at.epoch + 1}/{args.epochs}]({at.step}/{run.log.total}), Reward: {metrics['reward']:.4f}, "
-            f"KL_ref: {metrics['kl']:.4f}, Adv Std: {metrics['advantages/std']:.4f}, Adv Mean: {mean:.4f}, "
-            f"Actor Loss: {metrics['policy_loss']:.4f}, Avg Response Len: {metrics['completions/mean_length']:.2f}, "
-            f"Learning Rate: {run.schedule.lr:.8f}")
-    run.log.write(metrics, line)
+    metrics = {"step": at.step, "epoch": at.epoch, "consumed": at.consumed, **metrics, "num_tokens": at.tokens,
+               "lr": run.schedule.lr, **speed}
+    run.log.write(metrics, step_line(args, at, run.log.total, {
+        "Reward": metrics["reward"], "KL_ref": metrics["kl"], "Adv Std": metrics["advantages/std"], "Adv Mean": mean,
+        "Actor Loss": metrics["policy_loss"], "Avg Response Len": metrics["completions/mean_length"],
+        "Learning Rate": run.schedule.lr,
+    }))  # fmt: skip
 
 
 def save(run: Run, args) -> None:

@@ -16,10 +16,11 @@ if __package__ in (None, ""):
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from trainer.arguments import (
-    STARTER_DEFAULTS, FlagParser, add_file_flags, add_input_flags, add_sglang_flags, add_start_flags, any_float,
-    fraction, non_negative_float, non_negative_int, parse_with_starter, positive_float, positive_fraction,
-    positive_int, switch,
+    STARTER_DEFAULTS, FlagParser, add_file_flags, add_input_flags, add_rollout_flags, add_sglang_flags,
+    add_start_flags, add_update_flags, any_float, fraction, non_negative_float, parse_with_starter, positive_float,
+    positive_fraction, positive_int,
 )  # fmt: skip
+from trainer.reward_plugins import add_reward_flags
 
 STARTER = {**STARTER_DEFAULTS, "batch_size": 64, "mini_batch_size": 32, "learning_rate": 1e-4,
            "critic_learning_rate": 5e-4, "answer_reward": 4.0, "epochs": 5, "max_steps": 100, "save_interval": 50,
@@ -31,19 +32,11 @@ def parse_args(argv=None) -> argparse.Namespace:
     parser = FlagParser("PPO training of a MiniMind chat model.")
     add_start_flags(parser)
     add_input_flags(parser)
-
-    add = parser.group("rollout")
-    add("--rollout_engine", ["torch", "sglang"], "torch", "what samples the answers: this process, or SGLang servers")
-    add("--max_gen_len", positive_int, 1024, "longest answer in tokens")
-    add("--temperature", positive_float, 0.8, "sampling temperature")
-    add("--top_p", positive_fraction, 1.0, "sample from the smallest set of tokens that holds this much probability; 1 "
-        "= all")
-    add("--top_k", non_negative_int, 0, "sample from the k likeliest tokens; 0 = all")
-    add("--logp_temperature", positive_float, None, "what logits are divided by when answers are scored; 1.0 scores as "
-        "MiniMind does, None = the sampling temperature")
+    add_rollout_flags(parser, num_generations=False)
 
     add = parser.group("reward")
     add("--answer_reward", non_negative_float, 0.0, "added where the answer equals the row's 'answer'; 0 = off")
+    add_reward_flags(parser)
 
     add = parser.group("loss")
     add("--clip_epsilon", positive_fraction, 0.2, "the ratio is kept in [1 - c, 1 + c]")
@@ -64,11 +57,7 @@ def parse_args(argv=None) -> argparse.Namespace:
     add("--critic_learning_rate", positive_float, 5e-07, "the same for the critic")
     add("--accumulation_steps", positive_int, 1, "minibatches whose gradients make one optimizer step, within a "
         "rollout step")
-    add("--grad_clip", non_negative_float, 1.0, "largest gradient norm; 0 = no clipping")
-    add("--max_skipped_steps", positive_int, 20, "the run stops once this many optimizer steps in a row were skipped "
-        "for a non-finite loss or gradient")
-    add("--dtype", ["bfloat16", "float16", "float32"], "bfloat16", "precision of forward passes; weights stay float32")
-    add("--use_compile", switch, 0, "1 = torch.compile actor and critic")
+    add_update_flags(add)
     add_sglang_flags(parser, shared_path="sglang_ckpt_ppo")
     add_file_flags(parser, save_weight="ppo_actor", wandb_project="MiniMind-PPO")
     return parse_with_starter(parser, argv, STARTER)
@@ -77,36 +66,33 @@ def parse_args(argv=None) -> argparse.Namespace:
 if __name__ == "__main__":
     parse_args()  # a wrong flag or --help is answered here, before the seconds that importing torch takes
 
-import time
+import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
 from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
-from trainer.metrics import MetricSums, answer_metrics, debug_print
+from trainer.metrics import MetricSums, StepClock, answer_metrics, clip_metrics, debug_print, step_line, token_metrics
 from trainer.rewards import calculate_rewards
 from trainer.rl_math import (
-    approx_policy_kl, clip_fraction, compute_gae, explained_variance, masked_mean, normalize_advantages,
-    ppo_policy_loss, ppo_value_loss, reference_kl_penalty, response_logp_positions, terminal_rewards,
+    approx_policy_kl, compute_gae, explained_variance, masked_mean, normalize_advantages,
+    ppo_policy_loss, ppo_value_loss, reference_kl_penalty, response_logp_positions, terminal_rewards, token_ratios,
 )  # fmt: skip
 from trainer.rollout_engine import (
-    RolloutResult, compute_per_token_logps, sample_answers, score_tokens,
+    RolloutResult, Scores, micro_batches, sample_answers, score_all, score_answers, scoring_pieces,
 )  # fmt: skip
 from trainer.run_state import (
-    Progress, RunState, end_epoch, finish_step, open_engine, planned_rows, resume_entries, resumed_progress, run_parts,
-    train_until_done, windows,
+    TRAIN_STREAM, Progress, RunState, end_epoch, finish_step, minibatch_order, open_engine, planned_optimizer_steps,
+    planned_rows, resume_entries, resumed_progress, rollout_bar, run_parts, train_until_done, window_places, windows,
 )  # fmt: skip
+from trainer.tis import against_engine, old_logps_known
 from trainer.trainer_utils import (
-    CosineSchedule, Interrupted, all_reduce_sum, autocast_context, global_share, grad_sync, is_main_process,
-    lm_checkpoint, load_resumed_model, load_roles, open_loader, optimizer_step, rank_and_world,
-    row_is_real, run_main, save_weights, start_process, unwrap_model, weights_path, wrap_ddp,
+    CosineSchedule, Interrupted, all_reduce_sum, autocast_context, clear_gradients, global_share, grad_sync,
+    is_main_process, lm_checkpoint, load_resumed_model, load_roles, open_loader, optimizer_step,
+    row_is_real, run_main, save_weights, start_critic, start_process, weights_path, wrap_ddp,
 )  # fmt: skip
-
-TRAIN_STREAM, MINIBATCH_STREAM = 1, 3  # first words of random keys; evaluation uses 2
-
 
 class CriticModel(MiniMindForCausalLM):
     """A MiniMind body with a linear head that says what the rest of an answer will earn: values [N, W], in rewards."""
@@ -122,10 +108,9 @@ class CriticModel(MiniMindForCausalLM):
 
 
 class Experience(NamedTuple):
-    """One rollout, ready to learn from. All [N, R] but output_ids and attention_mask [N, W]; nothing has a gradient."""
+    """One rollout, ready to learn from. All [N, R] but the first and the last; the last alone has a gradient."""
 
-    output_ids: Tensor
-    attention_mask: Tensor
+    rollout: RolloutResult
     mask: Tensor  # response tokens that count
     positions: Tensor  # where the critic's value before each response token stands
     old_logps: Tensor
@@ -133,9 +118,8 @@ class Experience(NamedTuple):
     old_values: Tensor
     advantages: Tensor
     returns: Tensor
-
-    def rows(self, chosen: slice) -> "Experience":
-        return Experience(*(None if tensor is None else tensor[chosen] for tensor in self))
+    gap: Tensor | None  # |old - engine's log-prob| where both were worked out
+    first_pass: tuple[Scores, Tensor] | None  # with gradient: what `read` gave, where one piece holds all rows
 
 
 @dataclass(kw_only=True)
@@ -153,22 +137,54 @@ class Run(RunState):
 def gather_experience(run: Run, args, rollout: RolloutResult, rewards: Tensor, real: Tensor) -> Experience:
     """Values, old and reference log-probs, GAE and whitened advantages of one rollout."""
     mask = rollout.completion_mask & (real & torch.isfinite(rewards))[:, None]
-    full_mask, width = rollout.attention_mask.long(), mask.size(1)
-    positions = response_logp_positions(rollout.prompt_lens, width)
-    inputs = (rollout.output_ids, width, full_mask, args.logp_temperature)
+    positions = response_logp_positions(rollout.prompt_lens, mask.size(1))
+    everything = torch.arange(len(mask), device=mask.device)
+    pieces = [piece for rows in everything.split(args.mini_batch_size)
+              for piece in micro_batches(rollout, 1, args.micro_batch_tokens, rows)]
+    # Where one piece holds everything, what the first pass computes is what is to be known before it.
+    first_pass = read_first(run, args, rollout, positions) if len(pieces) == 1 else None
+    pieces = scoring_pieces(rollout, 1, args, pieces)
+
+    def logps_of(model: nn.Module, temperature: float) -> Tensor:
+        with autocast_context(run.device, args.dtype):
+            return score_all(model, rollout, 1, temperature, pieces)
+
+    old_values = torch.zeros(mask.shape, device=mask.device)
     with autocast_context(run.device, args.dtype):
-        old_values = run.critic(rollout.output_ids, full_mask).float().gather(1, positions)
-        ref_logps = compute_per_token_logps(run.reference, *inputs) if run.reference is not None else None
-        # In half precision decoding and training round differently, so the ratio would not start at 1.
-        exact = args.dtype == "float32" and not run.engine.must_recompute(args.temperature, args.logp_temperature)
-        old_logps = rollout.per_token_logps if exact else compute_per_token_logps(run.actor, *inputs)
+        for rows in pieces if first_pass is None else []:
+            old_values[rows] = values_of(run.critic, rollout, positions, rows)
+    if first_pass is not None:
+        old_values = first_pass[1].detach()
+    ref_logps = None if run.reference is None else logps_of(run.reference, args.logp_temperature)
+    old_logps, gap, weights = rollout.per_token_logps, None, 1.0
+    if not old_logps_known(run.engine, args):
+        old_logps = first_pass[0].logps.detach() if first_pass else logps_of(run.actor, args.logp_temperature)
+        gap, weights = against_engine(run.engine, args, old_logps, rollout.per_token_logps, mask,
+                                      lambda temperature: logps_of(run.actor, temperature))
     advantages, returns = compute_gae(
         terminal_rewards(rewards, mask), old_values, mask, gamma=args.gamma, lam=args.lam
     )
-    advantages = normalize_advantages(advantages, mask, reduce_sum=all_reduce_sum)
-    return Experience(
-        rollout.output_ids, full_mask, mask, positions, old_logps, ref_logps, old_values, advantages, returns
-    )
+    advantages = normalize_advantages(advantages, mask, reduce_sum=all_reduce_sum) * weights
+    return Experience(rollout, mask, positions, old_logps, ref_logps, old_values, advantages, returns, gap, first_pass)
+
+
+def values_of(critic: nn.Module, rollout: RolloutResult, positions: Tensor, rows: Tensor) -> Tensor:
+    """The critic's value before each response token of these rows, float32 [n, R]; grad flows."""
+    return critic(rollout.output_ids[rows], rollout.attention_mask[rows]).float().gather(1, positions[rows])
+
+
+def read(run: Run, args, rollout: RolloutResult, positions: Tensor, rows: Tensor) -> tuple[Scores, Tensor]:
+    """What actor and critic say of these rows; grad flows."""
+    with autocast_context(run.device, args.dtype):
+        scores = score_answers(run.actor, rollout, 1, args.logp_temperature, rows)
+        return scores, values_of(run.critic, rollout, positions, rows)
+
+
+def read_first(run: Run, args, rollout: RolloutResult, positions: Tensor) -> tuple[Scores, Tensor]:
+    """`read` of all rows, for the first minibatch to learn from; with gradient, whatever the caller does without."""
+    sync = windows(args.ppo_update_iters, args.accumulation_steps)[0] == 1
+    with torch.enable_grad(), grad_sync(run.actor, sync=sync), grad_sync(run.critic, sync=sync):
+        return read(run, args, rollout, positions, torch.arange(len(positions), device=positions.device))
 
 
 def update(run: Run, args, experience: Experience) -> MetricSums:
@@ -178,21 +194,21 @@ def update(run: Run, args, experience: Experience) -> MetricSums:
     each pass takes the minibatches in another order.
     """
     sums = MetricSums(run.device)
-    starts = range(0, len(experience.mask), args.mini_batch_size)
-    places = [(size, k == size - 1) for size in windows(args.ppo_update_iters * len(starts), args.accumulation_steps)
-              for k in range(size)]  # fmt: skip
-    tokens_in_window = 0.0
-    for number, (start, (window, last)) in enumerate(zip(minibatch_order(run, args, starts), places, strict=True)):
-        part = experience.rows(slice(start, start + args.mini_batch_size))
-        tokens_in_window += all_reduce_sum(part.mask.sum().float()).item()
-        if not minibatch_backward(run, args, part, window, last, sums, first=number == 0):
-            clear_gradients(run)
+    everything = torch.arange(len(experience.mask), device=experience.mask.device)
+    starts = range(0, len(everything), args.mini_batch_size)
+    places = window_places(args.ppo_update_iters * len(starts), args.accumulation_steps)
+    order, tokens_in_window = minibatch_order(run, args, args.ppo_update_iters, starts), 0.0
+    for number, (start, (window, last)) in enumerate(zip(order, places, strict=True)):
+        rows = everything[start : start + args.mini_batch_size]
+        tokens_in_window += all_reduce_sum(experience.mask[rows].sum().float()).item()
+        if not minibatch_backward(run, args, experience, rows, window, last, sums, first=number == 0):
+            clear_gradients(run.optimizers)
             sums.add("early_stop", 1.0)
             break
         if last and tokens_in_window > 0:
             apply_gradients(run, args, sums)
         if last:
-            clear_gradients(run)
+            clear_gradients(run.optimizers)
             tokens_in_window = 0.0
     else:
         sums.add("early_stop", 0.0)
@@ -200,53 +216,61 @@ def update(run: Run, args, experience: Experience) -> MetricSums:
     return sums
 
 
-def minibatch_order(run: Run, args, starts: range) -> list[int]:
-    """First rows of the minibatches in the order in which they are used, pass after pass; the same on every rank."""
-    draw = np.random.Generator(np.random.Philox(np.random.SeedSequence(
-        (MINIBATCH_STREAM, args.seed, run.progress.step)
-    )))
-    return [starts[i] for _ in range(args.ppo_update_iters) for i in draw.permutation(len(starts))]
-
-
-def minibatch_backward(run: Run, args, part: Experience, window: int, last: bool, sums: MetricSums, first: bool):
-    """Add one minibatch's gradient as its part of a window of `window`; False, and no gradient, if PPO is to stop."""
-    tokens = part.mask.sum()
-    with grad_sync(run.actor, sync=last), grad_sync(run.critic, sync=last):
-        with autocast_context(run.device, args.dtype):
-            logps, aux_loss = score_tokens(
-                run.actor, part.output_ids, part.mask.size(1), part.attention_mask, args.logp_temperature
-            )
-            values = run.critic(part.output_ids, part.attention_mask).float().gather(1, part.positions)
-        approx_kl = approx_policy_kl(logps.detach(), part.old_logps, part.mask)
-        kl_sum, kl_tokens = all_reduce_sum(torch.stack([approx_kl * tokens, tokens.to(approx_kl.dtype)])).tolist()
-        sums.add("approx_kl", approx_kl, tokens)
-        if kl_sum / max(kl_tokens, 1.0) > args.early_stop_kl:
-            return False
-        policy_loss = ppo_policy_loss(
-            logps, part.old_logps, part.advantages, part.mask, clip_epsilon=args.clip_epsilon
-        )
-        ref_logps = logps.detach() if part.ref_logps is None else part.ref_logps
-        reference_kl = reference_kl_penalty(logps, ref_logps, part.mask)
-        value_loss = ppo_value_loss(
-            values, part.old_values, part.returns, part.mask, cliprange_value=args.cliprange_value
-        )
-        loss = policy_loss + args.kl_coef * reference_kl + args.vf_coef * value_loss + aux_loss
-        run.scaler.scale(loss * global_share(tokens, tokens) / window).backward()
-    sums.add("policy_loss", policy_loss, tokens)
-    sums.add("kl", reference_kl, tokens)
-    sums.add("aux_loss", aux_loss, tokens)
-    sums.add("critic/vf_loss", value_loss, tokens)
-    clipped = clip_fraction(logps.detach(), part.old_logps, part.mask, clip_epsilon=args.clip_epsilon)
-    sums.add("clip_ratio/region_mean", clipped, tokens)
-    if first:
-        gap = masked_mean((logps.detach() - part.old_logps).abs(), part.mask)
-        sums.add("sampling/logp_difference/mean", gap, tokens)
+def minibatch_backward(run: Run, args, experience: Experience, rows: Tensor, window: int, last: bool, sums: MetricSums,
+                       first: bool) -> bool:
+    """Add one minibatch's gradient as its part of a window of `window`; False if PPO is to stop instead, and what was
+    gathered of this window's gradient is then to be dropped."""
+    tokens = experience.mask[rows].sum()
+    share = global_share(tokens, tokens) / tokens.clamp(min=1)  # of one token
+    found, moved = MetricSums(run.device), 0.0
+    pieces = micro_batches(experience.rollout, 1, args.micro_batch_tokens, rows)
+    for number, piece in enumerate(pieces):
+        final = number + 1 == len(pieces)
+        with grad_sync(run.actor, sync=last and final), grad_sync(run.critic, sync=last and final):
+            loss, approx_kl = piece_loss(run, args, experience, piece, found, first)
+            counted = experience.mask[piece].sum()
+            moved = moved + approx_kl * counted
+            if final and stops_early(args, moved, tokens, sums):
+                return False
+            run.scaler.scale(loss * counted * share / window).backward()
+    sums.merge(found)
     return True
 
 
-def clear_gradients(run: Run) -> None:
-    for optimizer in run.optimizers:
-        optimizer.zero_grad(set_to_none=True)
+def stops_early(args, moved: Tensor, tokens: Tensor, sums: MetricSums) -> bool:
+    """Whether the policy's mean distance over a minibatch, on all ranks, is beyond --early_stop_kl."""
+    sums.add("approx_kl", moved / tokens.clamp(min=1), tokens)
+    kl_sum, kl_tokens = all_reduce_sum(torch.stack([moved, tokens.to(moved.dtype)])).tolist()
+    return kl_sum / max(kl_tokens, 1.0) > args.early_stop_kl
+
+
+def piece_loss(run: Run, args, experience: Experience, piece: Tensor, sums: MetricSums, first: bool):
+    """(loss [], approximate KL to the sampling policy []), means over the tokens of some rows of a minibatch."""
+    mask, old_logps = experience.mask[piece], experience.old_logps[piece]
+    tokens = mask.sum()
+    if first and experience.first_pass is not None:
+        (logps, entropy, aux_loss), values = experience.first_pass
+    else:
+        (logps, entropy, aux_loss), values = read(run, args, experience.rollout, experience.positions, piece)
+    policy_loss = ppo_policy_loss(logps, old_logps, experience.advantages[piece], mask, clip_epsilon=args.clip_epsilon)
+    ref_logps = None if experience.ref_logps is None else experience.ref_logps[piece]
+    reference_kl = reference_kl_penalty(logps, logps.detach() if ref_logps is None else ref_logps, mask)
+    value_loss = ppo_value_loss(
+        values, experience.old_values[piece], experience.returns[piece], mask, cliprange_value=args.cliprange_value
+    )
+    sums.add("policy_loss", policy_loss, tokens)
+    sums.add("aux_loss", aux_loss, tokens)
+    sums.add("critic/vf_loss", value_loss, tokens)
+    moved = (values.detach() - experience.old_values[piece]).abs() > args.cliprange_value
+    sums.add("critic/vf_clipfrac", masked_mean(moved.float(), mask), tokens)
+    gap = None
+    if first:  # without an old log-prob of its own, the trainer's first one tells how the engine's differs
+        gap = (logps.detach() - old_logps).abs() if experience.gap is None else experience.gap[piece]
+    token_metrics(sums, mask, logps=logps, entropy=entropy, ref_logps=ref_logps, gap=gap)
+    clip_metrics(sums, mask, token_ratios(logps.detach(), old_logps, mask), experience.advantages[piece],
+                 epsilon=args.clip_epsilon, epsilon_high=args.clip_epsilon)
+    loss = policy_loss + args.kl_coef * reference_kl + args.vf_coef * value_loss + aux_loss
+    return loss, approx_policy_kl(logps.detach(), old_logps, mask)
 
 
 def apply_gradients(run: Run, args, sums: MetricSums) -> None:
@@ -266,31 +290,35 @@ def train_epoch(run: Run, args, rows_per_step: list[int]) -> None:
     """The steps that are left of the current epoch."""
     loader = open_loader(run.dataset, run.progress, args, steps=len(rows_per_step))
     for batch, rows in zip(loader, rows_per_step, strict=True):
-        began = time.perf_counter()
+        run.clock = StepClock(run.device)
         keys = [(TRAIN_STREAM, args.seed, run.progress.epoch, index) for index in batch["index"]]
-        rollout = sample_answers(run.engine, run.tokenizer, batch["prompt_ids"], keys, args, run.device,
-                                 num_generations=1, temperature=args.temperature)
-        sampled = time.perf_counter()
+        with rollout_bar(run, args, len(keys)) as bar:
+            rollout = sample_answers(run.engine, run.tokenizer, batch["prompt_ids"], keys, args, run.device,
+                                     num_generations=1, temperature=args.temperature,
+                                     on_progress=bar.advance)
+        run.clock.mark("gen")
         rewards, parts = calculate_rewards(
             batch["prompt"], rollout.completions, run.reward_model, messages=batch["messages"],
-            answers=batch["answer"], answer_reward=args.answer_reward, return_parts=True,
+            answers=batch["answer"], metadata=batch["metadata"], finished=rollout.finished, return_parts=True,
+            **run.rewards,
         )  # fmt: skip
         rewards, parts = rewards.to(run.device), {name: values.to(run.device) for name, values in parts.items()}
-        scored = time.perf_counter()
+        run.clock.mark("reward")
         real = row_is_real(rows, 1, run.device)
         with run.interrupts.deferred():
             experience = gather_experience(run, args, rollout, rewards, real)
+            run.clock.mark("ref")
             sums = update(run, args, experience)
+            run.clock.mark("update")
             answer_metrics(sums, rollout, rewards, parts, real)
             foreseen = explained_variance(
                 experience.old_values, experience.returns, experience.mask, reduce_sum=all_reduce_sum
             )
             sums.add("critic/explained_var", foreseen)
-            timing = {"gen": sampled - began, "reward": scored - sampled, "update": time.perf_counter() - scored,
-                      "step": time.perf_counter() - began}
-            done = run.progress.next_step(rows)
+            metrics = sums.reduce()
+            done = run.progress.next_step(rows, metrics["num_tokens"])
             done.planned_steps += planned_optimizer_steps(args, [[rows]])
-            log_step(run, args, done, sums.reduce(), timing)
+            log_step(run, args, done, metrics)
             finish_step(run, args, done, save)
         debug_print(args, run.progress.step, batch, rollout, rewards)
         if run.interrupts.stop_together(run.device):
@@ -298,21 +326,21 @@ def train_epoch(run: Run, args, rows_per_step: list[int]) -> None:
     end_epoch(run)
 
 
-def log_step(run: Run, args, at: Progress, metrics: dict, timing: dict) -> None:
+def log_step(run: Run, args, at: Progress, metrics: dict) -> None:
     """One line to metrics.jsonl, tracker and console, every --log_interval steps."""
     actor_lr, critic_lr = (schedule.lr for schedule in run.schedules)
-    run.log.advance(reward=metrics["reward"], kl=metrics.get("kl", 0.0))
+    speed = run.clock.metrics(metrics["num_tokens"])
+    run.log.advance(reward=metrics["reward"], kl=metrics.get("kl", 0.0), **{"tokens/s": speed["perf/tokens_per_s"]})
     if at.step % args.log_interval:
         return
-    metrics = {"step": at.step, "epoch": at.epoch, "consumed": at.consumed, **metrics, "lr": actor_lr,
-               "critic/lr": critic_lr, **{f"timing_s/{name}": seconds for name, seconds in timing.items()}}
-    shown = {name: metrics.get(name, float("nan")) for name in ("kl", "clip_ratio/region_mean", "critic/vf_loss")}
-    line = (f"Epoch:[{at.epoch + 1}/{args.epochs}]({at.step}/{run.log.total}), Reward: {metrics['reward']:.4f}, "
-            f"KL_ref: {shown['kl']:.4f}, Approx KL: {metrics['approx_kl']:.4f}, "
-            f"ClipFrac: {shown['clip_ratio/region_mean']:.4f}, Critic Loss: {shown['critic/vf_loss']:.4f}, "
-            f"Avg Response Len: {metrics['completions/mean_length']:.2f}, Actor LR: {actor_lr:.8f}, "
-            f"Critic LR: {critic_lr:.8f}")
-    run.log.write(metrics, line)
+    metrics = {"step": at.step, "epoch": at.epoch, "consumed": at.consumed, **metrics, "num_tokens": at.tokens,
+               "lr": actor_lr, "critic/lr": critic_lr, **speed}
+    run.log.write(metrics, step_line(args, at, run.log.total, {
+        "Reward": metrics["reward"], "KL_ref": metrics.get("kl", math.nan), "Approx KL": metrics["approx_kl"],
+        "ClipFrac": metrics.get("clip_ratio/region_mean", math.nan),
+        "Critic Loss": metrics.get("critic/vf_loss", math.nan),
+        "Avg Response Len": metrics["completions/mean_length"], "Actor LR": actor_lr, "Critic LR": critic_lr,
+    }))  # fmt: skip
 
 
 def save(run: Run, args) -> None:
@@ -329,32 +357,11 @@ def save(run: Run, args) -> None:
 
 
 # ---------------------------------------------------------------------------------------------- set-up
-def build_critic(config: MiniMindConfig, actor: nn.Module, resumed: dict | None, device: str) -> CriticModel:
-    """The critic: the actor's starting weights under a fresh value head, or what a resume file holds."""
-    critic = CriticModel(config)
-    if resumed:
-        load_resumed_model(critic, resumed["critic_model"])
-    else:
-        missing, unexpected = critic.load_state_dict(unwrap_model(actor).state_dict(), strict=False)
-        if set(missing) != {"value_head.weight", "value_head.bias"} or unexpected:
-            raise ValueError(f"critic: missing {missing}, unexpected {unexpected}; only value_head may be missing")
-    return critic.to(device).eval()  # dropout off, as in the actor
-
-
-def planned_optimizer_steps(args, plan: list[list[int]]) -> int:
-    """Optimizer steps in the rollout steps of `plan`, if none of them stops early."""
-    total = 0
-    for rows in (rows for epoch in plan for rows in epoch):
-        minibatches = -(-rows // (rank_and_world()[1] * args.mini_batch_size))
-        total += len(windows(args.ppo_update_iters * minibatches, args.accumulation_steps))
-    return total
-
-
 def build_run(args, device: str) -> Run:
     """Load everything the run needs, cheap checks first; resumed state is loaded into it when asked for."""
     roles = load_roles(args, device, with_reference=args.kl_coef > 0)
     resumed = roles.resumed
-    critic = build_critic(roles.config, roles.model, resumed, device)
+    critic = start_critic(CriticModel(roles.config), roles.model, resumed).to(device).eval()  # no dropout, as the actor
     if resumed:
         load_resumed_model(roles.model, resumed["model"])
     models = [torch.compile(model) if args.use_compile else model for model in (roles.model, critic)]

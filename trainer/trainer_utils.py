@@ -25,7 +25,7 @@ from trainer.distributed import (
 )  # fmt: skip
 from trainer.loading import (
     SkipBatchSampler, get_model_params, init_model, load_resumed_model, load_roles, load_tokenizer, open_loader,
-    shard_epoch,
+    shard_epoch, start_critic,
 )  # fmt: skip
 from trainer.prompts import encode_prompts
 from trainer.reward_model import LMForRewardModel
@@ -36,7 +36,7 @@ __all__ = [
     "get_model_params", "global_share", "grad_sync", "init_distributed_mode", "init_model", "is_main_process",
     "lm_checkpoint", "load_resumed_model", "load_roles", "load_tokenizer", "open_loader", "optimizer_step",
     "rank_and_world", "row_is_real", "run_main", "save_weights", "setup_seed", "shard_epoch", "shuffle_within_groups",
-    "start_process", "unwrap_model", "weights_path", "wrap_ddp",
+    "start_critic", "start_process", "unwrap_model", "weights_path", "wrap_ddp",
 ]  # fmt: skip
 
 
@@ -104,6 +104,12 @@ def autocast_context(device: str, dtype: str):
     if dtype == "float32":
         return contextlib.nullcontext()
     return torch.autocast(device_type=device.partition(":")[0], dtype=getattr(torch, dtype))
+
+
+def clear_gradients(optimizers: list[torch.optim.Optimizer]) -> None:
+    """Drop what has been gathered of the next step's gradients."""
+    for optimizer in optimizers:
+        optimizer.zero_grad(set_to_none=True)
 
 
 def optimizer_step(models: list[nn.Module], optimizers: list[torch.optim.Optimizer], schedules: list[CosineSchedule], *,
