@@ -81,7 +81,7 @@ def test_every_metric_of_a_run_is_defined(module, tmp_path):
     text = READMES[0].read_text(encoding="utf-8")
     table = text[text.index("## Metrics") : text.index("## Differences")]
     defined = set()
-    for cell in re.findall(r"`([a-z_/{},]+)`", table):
+    for cell in re.findall(r"`([a-z0-9_/{},@]+)`", table):
         stem, _, options = cell.partition("{")
         options, _, tail = options.partition("}")
         defined |= {stem + option + tail for option in options.split(",")} if options else {cell}
