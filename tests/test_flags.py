@@ -40,11 +40,15 @@ OURS = {
     "eval_interval": 0, "self_check": 1, "dry_run": False, "check_sync": 0, "micro_batch_tokens": 4096,
     "sample_interval": 50, "keep_best": 0, "health_stop": 0, "quiet": False, "use_tensorboard": False,
     "reward_fn": None, "reward_weights": None, "recompute_logps": "auto", "tis_cap": 2.0,
-    "gradient_checkpointing": 0,
+    "gradient_checkpointing": 0, "kl_estimator": "k3", "kl_in": "loss", "kl_target": 0.0, "kl_horizon": 10000.0,
+    "entropy_coef": 0.0, "lora_rank": 0, "lora_alpha": 16.0,
 }  # fmt: skip
 OURS_OWN = {
-    "grpo": {"shuffle_rewards": 0, "sglang_shared_path": str(REPO_ROOT / "sglang_ckpt_grpo")},
-    "ppo": {"sglang_shared_path": str(REPO_ROOT / "sglang_ckpt_ppo")},
+    "grpo": {"shuffle_rewards": 0, "sglang_shared_path": str(REPO_ROOT / "sglang_ckpt_grpo"), "advantage": "group",
+             "loss_agg": "sequence", "drop_flat_groups": 0, "dynamic_sampling": 0, "mask_truncated": 0,
+             "overlong_buffer": 0, "num_iterations": 1, "mini_batch_size": 0},
+    "ppo": {"sglang_shared_path": str(REPO_ROOT / "sglang_ckpt_ppo"), "clip_epsilon_high": 0.2, "dual_clip": 0.0,
+            "critic_warmup_steps": 0, "critic_from": "policy", "whiten_rewards": 0, "missing_eos_penalty": 0.0},
 }
 
 
@@ -132,15 +136,20 @@ BAD = [
     ("logp_temperature", "0"), ("top_p", "0 1.1"), ("top_k", "-1"), ("thinking_ratio", "-0.1 1.5"),
     ("system_ratio", "2"), ("answer_reward", "-1"), ("micro_batch_tokens", "-1 1.5"), ("recompute_logps", "2"),
     ("gradient_checkpointing", "2"), ("tis_cap", "-1 nan"),
-    ("sample_interval", "-1"), ("keep_best", "2"), ("health_stop", "x"),
+    ("kl_estimator", "k4"), ("kl_in", "both"), ("kl_target", "-1 nan"), ("kl_horizon", "0"), ("entropy_coef", "-1"),
+    ("lora_rank", "-1 2.5"), ("lora_alpha", "0"), ("sample_interval", "-1"), ("keep_best", "2"), ("health_stop", "x"),
     ("reward_fn", "nowhere.py rewards.txt:f"), ("reward_weights", "speed=1 rm=x rm=1,rm=2"),
 ]  # fmt: skip
 BAD_OWN = {
     "grpo": [("num_generations", "1 0"), ("beta", "-0.1 nan"), ("epsilon", "0 1.5"), ("epsilon_high", "0"),
-             ("loss_type", "ppo"), ("shuffle_rewards", "2")],
+             ("loss_type", "ppo"), ("shuffle_rewards", "2"), ("advantage", "gae"), ("loss_agg", "mean"),
+             ("drop_flat_groups", "2"), ("dynamic_sampling", "-1"), ("mask_truncated", "x"), ("overlong_buffer", "-1"),
+             ("num_iterations", "0"), ("mini_batch_size", "-1")],
     "ppo": [("mini_batch_size", "0"), ("ppo_update_iters", "0"), ("clip_epsilon", "0"), ("vf_coef", "-1"),
             ("kl_coef", "-1"), ("gamma", "1.1"), ("lam", "-0.1 nan"), ("cliprange_value", "0"),
-            ("early_stop_kl", "nan x"), ("critic_learning_rate", "0")],
+            ("early_stop_kl", "nan x"), ("critic_learning_rate", "0"), ("clip_epsilon_high", "0"),
+            ("dual_clip", "-1 0.5"), ("critic_warmup_steps", "-1"), ("whiten_rewards", "2"),
+            ("missing_eos_penalty", "-1")],
 }  # fmt: skip
 CASES = [(script, name, value) for script in SCRIPTS for name, values in BAD + BAD_OWN[script]
          for value in values.split()]  # fmt: skip

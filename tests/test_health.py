@@ -69,6 +69,8 @@ CASES = [
     ("reward_saturated", 5, {"rewards__rm__mean": -3.0}, {"rewards__rm__mean": 2.9}),
     ("length_bias", 20, {"rewards__length_correlation": 0.95, "completions__mean_length": 50.0},
      {"rewards__length_correlation": lambda i: (-1.0) ** i, "completions__mean_length": 50.0}),  # two rows a step
+    ("length_bias", 20, {"rewards__length_correlation": -0.95, "completions__mean_length": 50.0},
+     {"rewards__length_correlation": -0.85, "completions__mean_length": 50.0}),
     ("length_bias", 25, {"rewards__length_correlation": 0.6, "completions__mean_length": from_21(50.0, 58.0)},
      {"rewards__length_correlation": 0.6, "completions__mean_length": from_21(50.0, 57.0)}),
     ("length_bias", 25, {"rewards__length_correlation": -0.6, "completions__mean_length": from_21(50.0, 42.0)},

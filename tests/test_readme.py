@@ -1,17 +1,16 @@
-"""The README tells the truth: every flag with its default, every metric, every command."""
+"""The README tells the truth: every flag with its default, every metric and alarm; both languages say the same."""
 
 import json
 import re
 import shlex
-from pathlib import Path
 
 import pytest
 
 from trainer import train_grpo, train_ppo
 from trainer.arguments import REPO_ROOT
+from trainer.health_checks import CHECKS
 
 READMES = [REPO_ROOT / "README.md", REPO_ROOT / "README_zh.md"]
-SCRIPTS = {"train_grpo.py": train_grpo, "train_ppo.py": train_ppo}
 
 
 def shown(value) -> str:
@@ -53,23 +52,62 @@ def commands(text: str) -> list[list[str]]:
     return [shlex.split(part, comments=True) for part in parts if part.strip() and not part.strip().startswith("#")]
 
 
-@pytest.mark.parametrize("path", READMES, ids=lambda path: path.name)
-def test_every_training_command_is_accepted_and_every_script_exists(path):
-    found = commands(path.read_text(encoding="utf-8"))
-    assert found
-    for words in found:
-        script = next((word for word in words if word.endswith(".py")), None)
-        if script is None:
-            assert words[0] in ("pip", "python", "cd", "git"), words
-            continue
-        assert (REPO_ROOT / script).is_file(), script
-        if Path(script).name in SCRIPTS:
-            SCRIPTS[Path(script).name].parse_args(words[words.index(script) + 1 :])
+def inline_commands(text: str) -> list[list[str]]:
+    """The commands that stand inside sentences."""
+    return [shlex.split(words) for words in re.findall(r"`((?:python|torchrun) [^`]+)`", text)]
+
+
+def code_blocks(text: str) -> list[tuple[str, str]]:
+    """(language, content) of every block; of those without a language the content is for people, and left out."""
+    blocks = re.findall(r"^```(\w*)\n(.*?)^```", text, flags=re.DOTALL | re.MULTILINE)
+    return [(language, content if language else "") for language, content in blocks]
+
+
+def outline(text: str) -> list:
+    """Headings by their depth, and of every table row what stands as code in its first cell."""
+    text = re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE)
+    found = []
+    for line in text.splitlines():
+        if heading := re.match(r"(#+) ", line):
+            found.append(len(heading[1]))
+        elif line.startswith("|"):
+            found.append(re.findall(r"`([^`]*)`", line.split("|")[1]))
+    return found
 
 
 def test_both_readmes_show_the_same_commands():
-    english, chinese = (commands(path.read_text(encoding="utf-8")) for path in READMES)
-    assert english == chinese
+    english, chinese = (path.read_text(encoding="utf-8") for path in READMES)
+    assert commands(english) == commands(chinese) and len(commands(english)) > 20
+    assert inline_commands(english) == inline_commands(chinese)
+
+
+def test_both_readmes_have_the_same_blocks_headings_and_rows():
+    english, chinese = (path.read_text(encoding="utf-8") for path in READMES)
+    assert code_blocks(english) == code_blocks(chinese)
+    assert outline(english) == outline(chinese) and len(outline(english)) > 150
+
+
+@pytest.mark.parametrize("path", READMES, ids=lambda path: path.name)
+def test_every_health_alarm_is_in_the_table_in_the_order_of_the_checks(path):
+    text = path.read_text(encoding="utf-8")
+    table = re.search(r"(?:^\|.*\n)*^\| `nonfinite`.*\n(?:^\|.*\n)*", text, flags=re.MULTILINE)[0]
+    assert re.findall(r"^\| `(\w+)`", table, flags=re.MULTILINE) == [check.__name__ for check in CHECKS]
+
+
+def anchor(heading: str) -> str:
+    """How GitHub names a heading in a link."""
+    return re.sub(r"[^\w\- ]", "", heading.strip().lower()).replace(" ", "-")
+
+
+@pytest.mark.parametrize("name", ["README.md", "README_zh.md", "CONTRIBUTING.md", "CHANGELOG.md"])
+def test_links_lead_somewhere_and_files_that_are_named_exist(name):
+    text = (REPO_ROOT / name).read_text(encoding="utf-8")
+    anchors = {anchor(heading) for heading in re.findall(r"^#+ (.*)$", text, flags=re.MULTILINE)}
+    for target in re.findall(r"\]\((?!https?:)([^)]+)\)", text):
+        path, _, place = target.partition("#")
+        assert (REPO_ROOT / path).is_file() if path else place in anchors, target
+    for path in re.findall(r"`((?:trainer|scripts|model|dataset|tests|benchmarks)/[\w/]+\.\w+)`", text):
+        assert (REPO_ROOT / path).is_file(), path
 
 
 @pytest.mark.parametrize("module", [train_grpo, train_ppo])
@@ -79,7 +117,7 @@ def test_every_metric_of_a_run_is_defined(module, tmp_path):
     lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
     names = {name for line in lines for name in json.loads(line)}
     text = READMES[0].read_text(encoding="utf-8")
-    table = text[text.index("## Metrics") : text.index("## Differences")]
+    table = text[text.index("## Metrics") : text.index("## Health")]
     defined = set()
     for cell in re.findall(r"`([a-z0-9_/{},@]+)`", table):
         stem, _, options = cell.partition("{")

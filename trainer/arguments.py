@@ -166,6 +166,49 @@ def add_rollout_flags(parser: FlagParser, num_generations: bool) -> None:
         "to half precision")
 
 
+def add_kl_flags(add, weight: str) -> None:
+    """Flags of the loss group that say how the policy is held near the reference and kept from being too sure."""
+    add("--kl_estimator", ["k1", "k2", "k3", "k3_unbiased"], "k3", "estimate of KL(policy || reference) that is "
+        "penalised; in the loss k2 and k3_unbiased descend that KL, k3 the reverse one, k1 nothing")
+    add("--kl_in", ["loss", "reward"], "loss", "where the penalty stands: a term of the loss, or taken off the reward")
+    add("--kl_target", non_negative_float, 0.0, f"nats a token that {weight} is adapted to keep the KL at; 0 = "
+        f"{weight} stays as it is")
+    add("--kl_horizon", positive_float, 10000.0, f"answers over which {weight} adapts, more = slower")
+    add("--entropy_coef", non_negative_float, 0.0, "weight of the policy's entropy, which the loss then rewards")
+
+
+def add_group_flags(add) -> None:
+    """Flags of the loss group for several answers a prompt: what MiniMind's GRPO does not have."""
+    add("--advantage", ["group", "group_nostd", "batch_std", "rloo"], "group", "reward less the group's mean over the "
+        "group's deviation; not divided (Dr. GRPO); over the batch's deviation; less the mean of the others (RLOO)")
+    add("--loss_agg", ["sequence", "token", "constant"], "sequence", "mean over answers of each one's mean; over all "
+        "tokens of the optimizer step; or sum over answers x --max_gen_len")
+    add("--drop_flat_groups", switch, 0, "1 = groups whose rewards are all equal count in no mean, KL included")
+    add("--dynamic_sampling", non_negative_int, 0, "answer prompts with equal rewards again, up to this many times")
+    add("--mask_truncated", switch, 0, "1 = nothing is learnt from answers cut at --max_gen_len")
+    add("--overlong_buffer", non_negative_int, 0, "tokens before --max_gen_len over which an answer loses up to 1 for "
+        "its length; 0 = none")
+
+
+def add_actor_critic_flags(add) -> None:
+    """Flags of the loss group for an actor with a critic: what MiniMind's PPO does not have."""
+    add("--clip_epsilon_high", positive_float, 0.2, "the upper clip is 1 + this; --clip_epsilon unless given")
+    add("--dual_clip", non_negative_float, 0.0, "largest ratio that a token with a negative advantage is charged for, "
+        "above 1; 0 = no limit")
+    add("--critic_warmup_steps", non_negative_int, 0, "first rollout steps in which only the critic learns")
+    add("--critic_from", str, "policy", "what the critic starts from: policy, or the folder of a reward model of its "
+        "size, whose score then is the value")
+    add("--whiten_rewards", switch, 0, "1 = token rewards are scaled to variance 1 over the batch; their mean stays")
+    add("--missing_eos_penalty", non_negative_float, 0.0, "taken off the reward of an answer cut at --max_gen_len")
+
+
+def add_lora_flags(add) -> None:
+    """Flags of low-rank adapters."""
+    add("--lora_rank", non_negative_int, 0, "train adapters of this rank beside frozen weights; the reference is then "
+        "the model without them; 0 = train all weights")
+    add("--lora_alpha", positive_float, 16.0, "their effect is scaled by alpha / rank")
+
+
 def add_update_flags(add) -> None:
     """Flags of the optimisation group that hold whatever is optimised."""
     add("--grad_clip", non_negative_float, 1.0, "largest gradient norm; 0 = no clipping")
@@ -223,6 +266,21 @@ def add_file_flags(parser: FlagParser, *, save_weight: str, wandb_project: str) 
     add("--use_tensorboard", bool, False, "also log to {run_dir}/tensorboard (pip install tensorboard)")
 
 
+def is_given(argv, name: str) -> bool:
+    """Whether the flag stands on the command line (None = that of this process)."""
+    argv = sys.argv[1:] if argv is None else argv
+    return any(str(word) == f"--{name}" or str(word).startswith(f"--{name}=") for word in argv)
+
+
+def refuse_kl_options(parser: "FlagParser", args, argv, weight: str) -> None:
+    """Exit in one line where a flag about the KL is given, but its weight is 0."""
+    if getattr(args, weight) == 0:
+        for name in ("kl_target", "kl_in", "kl_estimator"):
+            if is_given(argv, name):
+                parser.error(f"argument --{name}: there is no KL to penalise with --{weight} 0; raise one or leave out "
+                             "the other")
+
+
 def parse_with_starter(parser: FlagParser, argv, starter_defaults: dict) -> argparse.Namespace:
     """Parse `argv`; with --starter in it `starter_defaults` replace the defaults first, so explicit flags still win."""
     argv = sys.argv[1:] if argv is None else argv
@@ -239,3 +297,30 @@ def parse_with_starter(parser: FlagParser, argv, starter_defaults: dict) -> argp
             "model's 32768 positions; lower one of them"
         )
     return args
+
+
+def settle_grpo(parser: FlagParser, args, argv) -> None:
+    """Defaults that follow from --loss_type, and one line for flags that do not go together."""
+    if args.loss_type == "gspo" and not is_given(argv, "epsilon"):
+        args.epsilon = 3e-4
+    if not is_given(argv, "epsilon_high"):
+        args.epsilon_high = {"cispo": 5.0, "grpo": args.epsilon, "gspo": 4e-4, "dapo": 0.28}[args.loss_type]
+    if args.loss_type == "dapo" and not is_given(argv, "loss_agg"):
+        args.loss_agg = "token"
+    refuse_kl_options(parser, args, argv, "beta")
+    if args.loss_type == "gspo" and args.loss_agg != "sequence":
+        parser.error(f"argument --loss_agg: {args.loss_agg} weighs tokens, --loss_type gspo has one ratio an answer")
+    if args.accumulation_steps > 1 and (args.num_iterations > 1 or args.mini_batch_size):
+        parser.error("argument --accumulation_steps: --num_iterations and --mini_batch_size make several optimizer "
+                     "steps of one rollout, this makes one of several rollouts; leave out one of them")
+    if args.overlong_buffer > args.max_gen_len:
+        parser.error(f"argument --overlong_buffer: {args.overlong_buffer} is above --max_gen_len {args.max_gen_len}")
+
+
+def settle_ppo(parser: FlagParser, args, argv) -> None:
+    """Defaults that follow from other flags, and one line for flags that do not go together."""
+    if not is_given(argv, "clip_epsilon_high"):
+        args.clip_epsilon_high = args.clip_epsilon
+    if 0 < args.dual_clip <= 1:
+        parser.error(f"argument --dual_clip: {args.dual_clip} is not above 1; 0 = no limit")
+    refuse_kl_options(parser, args, argv, "kl_coef")

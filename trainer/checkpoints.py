@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from trainer.distributed import rank_and_world, unwrap_model
+from trainer.lora import has_adapters, lora_state, plain_state
 
 
 def _suffix(lm_config) -> str:
@@ -78,14 +79,19 @@ def remove_leftovers(path: Path) -> None:
 
 
 def save_weights(model: nn.Module, path: Path) -> Path:
-    """Write the fp16 state dict MiniMind reads. Raises RuntimeError if a weight is not finite, in fp32 or as fp16."""
+    """Write the fp16 state dict MiniMind reads, LoRA adapters merged in; these alone lie beside it as …_adapters.pth.
+
+    Raises: RuntimeError if a weight is not finite, in fp32 or as fp16.
+    """
     half = {}
-    for name, tensor in bare_state_dict(model).items():
+    for name, tensor in plain_state(model).items():
         half[name] = tensor.detach().to("cpu", torch.float16)
         if not torch.isfinite(half[name]).all():
             raise RuntimeError(f"{name} is not finite as float16 (largest value {tensor.abs().max().item():.3g}, limit "
                                f"65504): {path} is not overwritten; lower the learning rate")
     atomic_save(half, path)
+    if has_adapters(model):
+        atomic_save(lora_state(model), path.with_name(f"{path.stem}_adapters.pth"))
     return path
 
 

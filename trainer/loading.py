@@ -8,7 +8,8 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from torch import nn
+from safetensors.torch import load_file
+from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from dataset.lm_dataset import RLAIFDataset, collate_rows
@@ -16,16 +17,18 @@ from model.model_minimind import MiniMindConfig, MiniMindForCausalLM, MOEFeedFor
 from trainer.arguments import REPO_ROOT
 from trainer.checkpoints import lm_checkpoint, load_weights, missing_weights_message, weights_path
 from trainer.distributed import Logger, rank_and_world
+from trainer.lora import AdapterOff, add_lora, plain_state
 from trainer.reward_plugins import needs_reward_model
 from trainer.reward_model import LMForRewardModel, check_reward_model_path
 
 # A resumed run with another of these would not be the same run: prompts would come twice, or sizes not fit.
-FIXED_ON_RESUME = ("seed", "hidden_size", "num_hidden_layers", "use_moe", "skip_bad_rows")
+FIXED_ON_RESUME = ("seed", "hidden_size", "num_hidden_layers", "use_moe", "skip_bad_rows", "lora_rank")
 # Where things lie and how they are shown may change freely.
 FREE_ON_RESUME = ("from_resume", "device", "run_dir", "save_dir", "checkpoint_dir", "log_interval", "save_interval",
                   "num_workers", "epochs", "max_steps", "use_wandb", "wandb_project", "debug_mode", "debug_interval",
                   "weight_dir", "data_path", "starter", "self_check", "dry_run", "threads", "check_sync",
-                  "eval_interval", "eval_prompts", "max_skipped_steps")  # fmt: skip
+                  "eval_interval", "eval_prompts", "max_skipped_steps", "sample_interval", "keep_best", "health_stop",
+                  "quiet", "use_tensorboard")  # fmt: skip
 
 
 # ---------------------------------------------------------------------------------------------- data order
@@ -268,18 +271,47 @@ def load_roles(args, device: str, *, with_reference: bool) -> Roles:
     model = without_dropout(init_model(config, args.from_weight, **start)[0])
     model.model.gradient_checkpointing = bool(args.gradient_checkpointing)
     reference = None
-    if with_reference:
+    if args.lora_rank:
+        add_lora(model, rank=args.lora_rank, alpha=args.lora_alpha, seed=args.seed)
+        reference = AdapterOff(model) if with_reference else None
+    elif with_reference:
         reference = init_model(config, args.from_weight, **start)[0].eval().requires_grad_(False)
     return Roles(config, tokenizer, dataset, heldout, resumed, model, reference, reward_model)
 
 
-def start_critic(critic: nn.Module, actor: nn.Module, resumed: dict | None) -> nn.Module:
-    """The critic with the actor's starting weights under its fresh value head, or with what a resume file holds."""
+def start_critic(critic: nn.Module, actor: nn.Module, resumed: dict | None, source: str) -> nn.Module:
+    """The critic with what a resume file holds, or at its start: with the body of `source` under its value head.
+
+    source: "policy" (the head stays random), or the folder of a `…ForSequenceClassification` of the same sizes, whose
+    score becomes the value. Raises: ValueError naming what does not fit.
+    """
+    critic.model.gradient_checkpointing = actor.model.gradient_checkpointing
     if resumed:
         load_resumed_model(critic, resumed["critic_model"])
+        return critic
+    if source == "policy":
+        state, may_miss = plain_state(actor), {"value_head.weight", "value_head.bias"}
     else:
-        missing, unexpected = critic.load_state_dict(actor.state_dict(), strict=False)
-        if set(missing) != {"value_head.weight", "value_head.bias"} or unexpected:
-            raise ValueError(f"critic: missing {missing}, unexpected {unexpected}; only value_head may be missing")
-    critic.model.gradient_checkpointing = actor.model.gradient_checkpointing
+        state, may_miss = reward_model_state(Path(source)), {"value_head.bias", "lm_head.weight"}
+        state["value_head.bias"] = torch.zeros(1)
+        state.setdefault("lm_head.weight", state["model.embed_tokens.weight"])
+    try:
+        missing, unexpected = critic.load_state_dict(state, strict=False)
+    except RuntimeError as error:
+        raise ValueError(f"--critic_from {source}: its sizes are not the policy's: {error}") from None
+    if not set(missing) <= may_miss or unexpected:
+        raise ValueError(f"--critic_from {source}: missing {missing}, unexpected {unexpected}; expected the policy's "
+                         "weights and, of a reward model, score.weight")
     return critic
+
+
+def reward_model_state(folder: Path) -> dict[str, Tensor]:
+    """The weights of a reward model's folder under the critic's names. Raises ValueError for a folder without one."""
+    found = folder / "model.safetensors"
+    if not found.is_file():
+        raise ValueError(f"--critic_from {folder}: expected policy, or a folder with a model.safetensors")
+    state = load_file(found)
+    if "score.weight" not in state:
+        raise ValueError(f"--critic_from {folder}: no score.weight in it, so it is no reward model")
+    state["value_head.weight"] = state.pop("score.weight")
+    return state

@@ -86,6 +86,18 @@ def adapter_off(model: nn.Module) -> Iterator[None]:
             layer.adapter_on = True
 
 
+class AdapterOff(nn.Module):
+    """A model as it was before it learnt anything, callable like it: the frozen reference, without a second copy."""
+
+    def __init__(self, model: nn.Module):
+        super().__init__()
+        self.__dict__["_orig_mod"] = model  # where unwrap_model looks; not a submodule, its weights are the policy's
+
+    def forward(self, *args, **kwargs):
+        with adapter_off(self._orig_mod):
+            return self._orig_mod(*args, **kwargs)
+
+
 def effective_weight(linear: nn.Linear) -> Tensor:
     """The matrix a linear layer multiplies with just now, [out, in]: for code that fuses layers without calling them.
 
@@ -137,3 +149,12 @@ def merge_lora(model: nn.Module) -> dict[str, Tensor]:
             continue
         merged[name] = layers[layer].merged_weight().detach() if layer in layers and part == "weight" else tensor
     return merged
+
+
+def plain_state(model: nn.Module) -> dict[str, Tensor]:
+    """The state dict of a model under the names it has without adapters, which are merged in if it has any."""
+    return merge_lora(model) if has_adapters(model) else unwrap_model(model).state_dict()
+
+
+def has_adapters(model: nn.Module) -> bool:
+    return any(isinstance(layer, LoRALinear) for layer in unwrap_model(model).modules())

@@ -14,7 +14,8 @@ from trainer.rl_basics import (
 )  # fmt: skip
 from trainer.rl_options import (
     ClipRatios, adapt_kl_coef, aggregate, aggregation_count, batch_std_advantages, cispo_clip_ratio, cispo_token_loss,
-    clip_ratios, flat_groups, group_centred_advantages, grpo_token_loss, gspo_token_loss, kl_estimate, kl_k3_unbiased,
+    clip_ratios, flat_groups, group_advantages,
+    group_centred_advantages, grpo_token_loss, gspo_token_loss, kl_estimate, kl_k3_unbiased,
     mask_truncated, overlong_penalty, penalize_missing_eos, ppo_token_loss, rloo_advantages, sequence_ratios,
     sequence_rewards_with_kl, token_rewards_with_kl, whiten_rewards,
 )  # fmt: skip
@@ -23,7 +24,8 @@ __all__ = [
     "BLOCK_ELEMENTS", "MAX_LOG_RATIO", "ClipRatios", "ReduceSum", "adapt_kl_coef", "aggregate", "aggregation_count",
     "approx_policy_kl", "batch_std_advantages", "cispo_clip_ratio", "cispo_policy_loss", "cispo_token_loss",
     "clip_fraction", "clip_ratios", "compute_gae", "dpo_logratio_loss", "explained_variance", "flat_groups",
-    "gather_response_logps", "group_centred_advantages", "group_relative_advantages", "grpo_policy_loss",
+    "gather_response_logps", "group_advantages",
+    "group_centred_advantages", "group_relative_advantages", "grpo_policy_loss",
     "grpo_token_loss", "gspo_token_loss", "kl_estimate", "kl_k1", "kl_k2", "kl_k3_unbiased", "logps_and_entropy",
     "mask_truncated", "mask_until_eos", "masked_mean", "normalize_advantages", "overlong_penalty",
     "penalize_missing_eos", "ppo_policy_loss", "ppo_token_loss", "ppo_value_loss", "reference_kl_penalty",

@@ -206,6 +206,13 @@ def flat_groups(rewards: Tensor, num_generations: int) -> Tensor:
     return (centred.square().sum(dim=1) / count.squeeze(1)).sqrt() < 1e-6
 
 
+def group_advantages(rewards: Tensor, num_generations: int, *, how: str, reduce_sum: ReduceSum = None) -> Tensor:
+    """The advantages [N] that --advantage names: group_nostd, batch_std or rloo (`group` is rl_math's own)."""
+    if how == "batch_std":
+        return batch_std_advantages(rewards, num_generations, reduce_sum=reduce_sum)
+    return {"group_nostd": group_centred_advantages, "rloo": rloo_advantages}[how](rewards, num_generations)
+
+
 # ---------------------------------------------------------------------------------------------- losses token by token
 # Each gives [N, R], 0 outside the mask, to be reduced by `masked_mean`, `sequence_mean` or `aggregate`, with or without
 # the weights of trainer/tis.py. Grad flows to logps [N, R]; old_logps, mask [N, R] and the advantages have none.

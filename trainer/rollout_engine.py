@@ -288,6 +288,32 @@ def sample_answers(engine: RolloutEngine, tokenizer, prompt_ids: list[list[int]]
     )  # fmt: skip
 
 
+def with_groups(rollout: RolloutResult, again: RolloutResult, prompts: list[int], num_generations: int,
+                pad_token_id: int) -> RolloutResult:
+    """`rollout` with the answers to these prompts (numbers within it) replaced by those of `again`, which has them
+    alone and in this order."""
+    old, new = rollout.completion_ids.size(1), again.completion_ids.size(1)
+    rows = torch.tensor(prompts, device=rollout.completion_ids.device)[:, None] * num_generations
+    rows = (rows + torch.arange(num_generations, device=rows.device)).flatten()
+
+    def merged(ours: Tensor, theirs: Tensor, fill) -> Tensor:
+        wide = torch.nn.functional.pad(ours, (0, max(new - old, 0)), value=fill)
+        wide[rows] = torch.nn.functional.pad(theirs, (0, max(old - new, 0)), value=fill)
+        return wide
+
+    ids = merged(rollout.completion_ids, again.completion_ids, pad_token_id)
+    mask = merged(rollout.completion_mask, again.completion_mask, False)
+    finished, texts = rollout.finished.clone(), list(rollout.completions)
+    finished[rows] = again.finished
+    for row, text in zip(rows.tolist(), again.completions, strict=True):
+        texts[row] = text
+    return rollout._replace(
+        output_ids=torch.cat([rollout.output_ids[:, :-old], ids], dim=1), completion_ids=ids, completion_mask=mask,
+        per_token_logps=merged(rollout.per_token_logps, again.per_token_logps, 0.0), completions=texts,
+        attention_mask=torch.cat([rollout.attention_mask[:, :-old], mask], dim=1), finished=finished,
+    )  # fmt: skip
+
+
 def decode_texts(tokenizer, completion_ids: Tensor, mask: Tensor) -> list[str]:
     """The N answers as text, control tokens left out; what lies after an answer's end never shows."""
     rows = [ids[keep].tolist() for ids, keep in zip(completion_ids.cpu(), mask.cpu(), strict=True)]

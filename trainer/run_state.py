@@ -10,11 +10,12 @@ import torch
 from torch import nn
 
 from model.model_minimind import MiniMindConfig
-from trainer.checkpoints import weights_path
-from trainer.distributed import Logger, any_rank, check_same_weights, rank_and_world
+from trainer.checkpoints import lm_checkpoint, save_weights, weights_path
+from trainer.distributed import Logger, any_rank, check_same_weights, is_main_process, rank_and_world
 from trainer.evaluation import Evaluator, report
 from trainer.metrics import StepClock
 from trainer.reward_plugins import reward_settings
+from trainer.rl_math import adapt_kl_coef
 from trainer.rollout_engine import RolloutEngine, create_rollout_engine
 from trainer.run_log import DryLog, HealthStop, RolloutBar, RunLog
 from trainer.samples import SampleWriter
@@ -30,7 +31,8 @@ class Progress:
 
     epoch: finished epochs; consumed: prompts used of the current one (on all ranks); step: rollout steps done since the
     run began; optimizer_steps: optimizer steps taken; planned_steps: those planned for the rollout steps done, of which
-    early stops and skipped steps take fewer; tokens: those of prompts and answers so far. The learning rate's schedule
+    early stops and skipped steps take fewer; tokens: those of prompts and answers so far; kl_coef: the KL's weight
+    once --kl_target has adapted it. The learning rate's schedule
     ends after all that are planned, so that a resumed run, which plans the rest, ends where it would have.
     """
 
@@ -40,6 +42,7 @@ class Progress:
     optimizer_steps: int = 0
     planned_steps: int = 0
     tokens: int = 0
+    kl_coef: float | None = None
 
     def next_step(self, rows: int, tokens: float) -> "Progress":
         """After one more rollout step of `rows` prompts, and this many tokens with the answers to them."""
@@ -99,6 +102,20 @@ def resume_entries(run: "RunState", args) -> dict:
             "run_dir": str(run.log.folder), "data_digest": file_digest(args.data_path), "before": run.before}
 
 
+def save_run(run: "RunState", args, *, model: nn.Module, **states) -> None:
+    """Weights as MiniMind reads them, then the resume file: killed in between, a resumed run writes both again.
+
+    states: optimizer, scheduler, and whatever else lm_checkpoint is to keep. Written by the main process alone.
+    """
+    if not is_main_process():
+        return
+    save_weights(model, weights_path(args.save_dir, args.save_weight, run.config))
+    lm_checkpoint(
+        run.config, args.save_weight, model=model, epoch=run.progress.epoch, step=run.progress.step,
+        wandb=run.log.tracker, save_dir=args.checkpoint_dir, scaler=run.scaler, **states, **resume_entries(run, args),
+    )  # fmt: skip
+
+
 def file_digest(path: str) -> str:
     """SHA-256 of a file's bytes."""
     return hashlib.sha256(Path(path).read_bytes()).hexdigest()
@@ -141,6 +158,10 @@ class RunState:
     interrupts: Interrupts | None
     before: dict | None  # held-out evaluation before the first step
     clock: StepClock = field(default_factory=StepClock)  # of the current rollout step
+
+    def kl_coef(self, given: float) -> float:
+        """The weight of the KL: the flag's, until --kl_target has adapted it."""
+        return given if self.progress.kl_coef is None else self.progress.kl_coef
 
 
 def open_engine(args, policy: nn.Module, tokenizer, device: str) -> RolloutEngine:
@@ -206,6 +227,14 @@ def finish_step(run: RunState, args, done: Progress, save) -> None:
         save(run, args)
     if severe:
         raise HealthStop(run.log.severe)
+
+
+def adapt_kl(args, at: Progress, given: float, metrics: dict, answers: int) -> None:
+    """With --kl_target, the weight of the KL from the next update on, in `at`; the one that was used is logged."""
+    if args.kl_target:
+        used = given if at.kl_coef is None else at.kl_coef
+        metrics["kl_coef"] = used
+        at.kl_coef = adapt_kl_coef(used, metrics["kl"], target=args.kl_target, horizon=args.kl_horizon, n=answers)
 
 
 def end_epoch(run: RunState) -> None:

@@ -10,6 +10,7 @@ from torch import nn
 from model.export import checked_state, expected_shapes, write_folder
 from model.model_minimind import MiniMindForCausalLM
 from trainer.distributed import unwrap_model
+from trainer.lora import plain_state
 
 KEPT = 2  # versions: the one servers hold, and the one before it while they change over
 
@@ -44,7 +45,7 @@ class WeightVersions:
                              "MiniMindForCausalLM")
         if self.shapes is None:
             self.shapes = expected_shapes(bare.config)
-        state = checked_state(bare.state_dict(), self.shapes, self.dtype, "the policy's weights")
+        state = checked_state(plain_state(bare), self.shapes, self.dtype, "the policy's weights")
         self._take_folder()
         folder = self.shared / f"run-{self.run_id}" / f"v{self.number + 1:06d}"
         self.folder = write_folder(folder, state, bare.config, self.dtype)

@@ -16,9 +16,9 @@ if __package__ in (None, ""):
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from trainer.arguments import (
-    STARTER_DEFAULTS, FlagParser, add_file_flags, add_input_flags, add_rollout_flags, add_sglang_flags,
-    add_start_flags, add_update_flags, any_float, fraction, non_negative_float, parse_with_starter, positive_float,
-    positive_fraction, positive_int,
+    STARTER_DEFAULTS, FlagParser, add_actor_critic_flags, add_file_flags, add_input_flags, add_kl_flags,
+    add_lora_flags, add_rollout_flags, add_sglang_flags, add_start_flags, add_update_flags, any_float, fraction,
+    non_negative_float, parse_with_starter, positive_float, positive_fraction, positive_int, settle_ppo,
 )  # fmt: skip
 from trainer.reward_plugins import add_reward_flags
 
@@ -41,26 +41,29 @@ def parse_args(argv=None) -> argparse.Namespace:
     add = parser.group("loss")
     add("--clip_epsilon", positive_fraction, 0.2, "the ratio is kept in [1 - c, 1 + c]")
     add("--vf_coef", non_negative_float, 0.5, "weight of the critic's loss")
-    add("--kl_coef", non_negative_float, 0.02, "weight of KL(policy || reference) in the loss; 0 = no reference is "
-        "loaded")
+    add("--kl_coef", non_negative_float, 0.02, "weight of KL(policy || reference); 0 = no reference is loaded")
     add("--gamma", fraction, 1.0, "discount of rewards a token later")
     add("--lam", fraction, 0.95, "GAE's lambda: 1 = whole returns, 0 = one-step differences")
     add("--cliprange_value", positive_float, 0.2, "a value may leave its old one by this much an update")
     add("--ppo_update_iters", positive_int, 2, "passes over a rollout's rows")
     add("--early_stop_kl", any_float, 0.25, "end a rollout's updates once 0.5·mean(log ratio²) to the sampling policy "
         "exceeds this; negative = before the first")
+    add_kl_flags(add, "--kl_coef")
+    add_actor_critic_flags(add)
 
     add = parser.group("optimisation")
     add("--batch_size", positive_int, 2, "prompts a step and a process")
     add("--mini_batch_size", positive_int, 2, "rows a minibatch and a process")
     add("--learning_rate", positive_float, 3e-07, "AdamW rate of the actor at the start; a cosine takes it to a tenth")
     add("--critic_learning_rate", positive_float, 5e-07, "the same for the critic")
-    add("--accumulation_steps", positive_int, 1, "minibatches whose gradients make one optimizer step, within a "
-        "rollout step")
+    add("--accumulation_steps", positive_int, 1, "minibatches of a rollout whose gradients make one optimizer step")
     add_update_flags(add)
+    add_lora_flags(add)
     add_sglang_flags(parser, shared_path="sglang_ckpt_ppo")
     add_file_flags(parser, save_weight="ppo_actor", wandb_project="MiniMind-PPO")
-    return parse_with_starter(parser, argv, STARTER)
+    args = parse_with_starter(parser, argv, STARTER)
+    settle_ppo(parser, args, argv)
+    return args
 
 
 if __name__ == "__main__":
@@ -77,22 +80,25 @@ from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
 from trainer.metrics import MetricSums, StepClock, answer_metrics, clip_metrics, debug_print, step_line, token_metrics
 from trainer.rewards import calculate_rewards
 from trainer.rl_math import (
-    approx_policy_kl, compute_gae, explained_variance, masked_mean, normalize_advantages,
-    ppo_policy_loss, ppo_value_loss, reference_kl_penalty, response_logp_positions, terminal_rewards, token_ratios,
+    approx_policy_kl, compute_gae, explained_variance, kl_estimate, masked_mean, normalize_advantages,
+    penalize_missing_eos, ppo_token_loss, ppo_value_loss, response_logp_positions, terminal_rewards, token_ratios,
+    token_rewards_with_kl, whiten_rewards,
 )  # fmt: skip
 from trainer.rollout_engine import (
     RolloutResult, Scores, micro_batches, sample_answers, score_all, score_answers, scoring_pieces,
 )  # fmt: skip
 from trainer.run_state import (
-    TRAIN_STREAM, Progress, RunState, end_epoch, finish_step, minibatch_order, open_engine, planned_optimizer_steps,
-    planned_rows, resume_entries, resumed_progress, rollout_bar, run_parts, train_until_done, window_places, windows,
+    TRAIN_STREAM, Progress, RunState, adapt_kl, end_epoch, finish_step, minibatch_order, open_engine,
+    planned_optimizer_steps, planned_rows, resumed_progress, rollout_bar, run_parts, save_run, train_until_done,
+    window_places, windows,
 )  # fmt: skip
 from trainer.tis import against_engine, old_logps_known
 from trainer.trainer_utils import (
     CosineSchedule, Interrupted, all_reduce_sum, autocast_context, clear_gradients, global_share, grad_sync,
-    is_main_process, lm_checkpoint, load_resumed_model, load_roles, open_loader, optimizer_step,
-    row_is_real, run_main, save_weights, start_critic, start_process, weights_path, wrap_ddp,
+    load_resumed_model, load_roles, open_loader, open_optimizer, open_scaler, optimizer_step, row_is_real, run_main,
+    start_critic, start_process, wrap_ddp,
 )  # fmt: skip
+
 
 class CriticModel(MiniMindForCausalLM):
     """A MiniMind body with a linear head that says what the rest of an answer will earn: values [N, W], in rewards."""
@@ -141,8 +147,11 @@ def gather_experience(run: Run, args, rollout: RolloutResult, rewards: Tensor, r
     everything = torch.arange(len(mask), device=mask.device)
     pieces = [piece for rows in everything.split(args.mini_batch_size)
               for piece in micro_batches(rollout, 1, args.micro_batch_tokens, rows)]
-    # Where one piece holds everything, what the first pass computes is what is to be known before it.
-    first_pass = read_first(run, args, rollout, positions) if len(pieces) == 1 else None
+    first_pass = None
+    if len(pieces) == 1:  # what the first pass computes is what is to be known before it
+        sync = windows(args.ppo_update_iters, args.accumulation_steps)[0] == 1
+        with torch.enable_grad(), grad_sync(run.actor, sync=sync), grad_sync(run.critic, sync=sync):
+            first_pass = read(run, args, rollout, positions, everything)
     pieces = scoring_pieces(rollout, 1, args, pieces)
 
     def logps_of(model: nn.Module, temperature: float) -> Tensor:
@@ -161,9 +170,15 @@ def gather_experience(run: Run, args, rollout: RolloutResult, rewards: Tensor, r
         old_logps = first_pass[0].logps.detach() if first_pass else logps_of(run.actor, args.logp_temperature)
         gap, weights = against_engine(run.engine, args, old_logps, rollout.per_token_logps, mask,
                                       lambda temperature: logps_of(run.actor, temperature))
-    advantages, returns = compute_gae(
-        terminal_rewards(rewards, mask), old_values, mask, gamma=args.gamma, lam=args.lam
-    )
+    if args.missing_eos_penalty:
+        rewards = penalize_missing_eos(rewards, rollout.finished, missing_eos_penalty=args.missing_eos_penalty)
+    token_rewards = terminal_rewards(rewards, mask)
+    if args.kl_in == "reward":
+        token_rewards = token_rewards_with_kl(rewards, old_logps, ref_logps, mask, kl_coef=run.kl_coef(args.kl_coef),
+                                              estimator=args.kl_estimator)
+    if args.whiten_rewards:
+        token_rewards = whiten_rewards(token_rewards, mask, reduce_sum=all_reduce_sum)
+    advantages, returns = compute_gae(token_rewards, old_values, mask, gamma=args.gamma, lam=args.lam)
     advantages = normalize_advantages(advantages, mask, reduce_sum=all_reduce_sum) * weights
     return Experience(rollout, mask, positions, old_logps, ref_logps, old_values, advantages, returns, gap, first_pass)
 
@@ -178,13 +193,6 @@ def read(run: Run, args, rollout: RolloutResult, positions: Tensor, rows: Tensor
     with autocast_context(run.device, args.dtype):
         scores = score_answers(run.actor, rollout, 1, args.logp_temperature, rows)
         return scores, values_of(run.critic, rollout, positions, rows)
-
-
-def read_first(run: Run, args, rollout: RolloutResult, positions: Tensor) -> tuple[Scores, Tensor]:
-    """`read` of all rows, for the first minibatch to learn from; with gradient, whatever the caller does without."""
-    sync = windows(args.ppo_update_iters, args.accumulation_steps)[0] == 1
-    with torch.enable_grad(), grad_sync(run.actor, sync=sync), grad_sync(run.critic, sync=sync):
-        return read(run, args, rollout, positions, torch.arange(len(positions), device=positions.device))
 
 
 def update(run: Run, args, experience: Experience) -> MetricSums:
@@ -252,9 +260,14 @@ def piece_loss(run: Run, args, experience: Experience, piece: Tensor, sums: Metr
         (logps, entropy, aux_loss), values = experience.first_pass
     else:
         (logps, entropy, aux_loss), values = read(run, args, experience.rollout, experience.positions, piece)
-    policy_loss = ppo_policy_loss(logps, old_logps, experience.advantages[piece], mask, clip_epsilon=args.clip_epsilon)
+    clip = {"clip_epsilon": args.clip_epsilon, "clip_epsilon_high": args.clip_epsilon_high}
+    policy_loss = masked_mean(ppo_token_loss(
+        logps, old_logps, experience.advantages[piece], mask, **clip, dual_clip=args.dual_clip
+    ), mask)  # fmt: skip
     ref_logps = None if experience.ref_logps is None else experience.ref_logps[piece]
-    reference_kl = reference_kl_penalty(logps, logps.detach() if ref_logps is None else ref_logps, mask)
+    reference_kl = masked_mean(kl_estimate(
+        logps, old_logps, logps.detach() if ref_logps is None else ref_logps, mask, estimator=args.kl_estimator
+    ), mask)  # fmt: skip
     value_loss = ppo_value_loss(
         values, experience.old_values[piece], experience.returns[piece], mask, cliprange_value=args.cliprange_value
     )
@@ -268,18 +281,26 @@ def piece_loss(run: Run, args, experience: Experience, piece: Tensor, sums: Metr
         gap = (logps.detach() - old_logps).abs() if experience.gap is None else experience.gap[piece]
     token_metrics(sums, mask, logps=logps, entropy=entropy, ref_logps=ref_logps, gap=gap)
     clip_metrics(sums, mask, token_ratios(logps.detach(), old_logps, mask), experience.advantages[piece],
-                 epsilon=args.clip_epsilon, epsilon_high=args.clip_epsilon)
-    loss = policy_loss + args.kl_coef * reference_kl + args.vf_coef * value_loss + aux_loss
+                 epsilon=args.clip_epsilon, epsilon_high=args.clip_epsilon_high)
+    kl_coef = run.kl_coef(args.kl_coef) if args.kl_in == "loss" else 0.0
+    loss = policy_loss + kl_coef * reference_kl + args.vf_coef * value_loss + aux_loss
+    if args.entropy_coef:
+        loss = loss - args.entropy_coef * masked_mean(entropy, mask)
     return loss, approx_policy_kl(logps.detach(), old_logps, mask)
 
 
 def apply_gradients(run: Run, args, sums: MetricSums) -> None:
     """One optimizer step of actor and critic together, or of neither if a gradient is not finite."""
-    norms, taken = optimizer_step(
-        [run.actor, run.critic], run.optimizers, run.schedules, grad_clip=args.grad_clip, scaler=run.scaler
-    )
-    sums.add("grad_norm", norms[0])
-    sums.add("critic/grad_norm", norms[1])
+    first = 0
+    if run.progress.step < args.critic_warmup_steps:  # only the critic learns, but both rates move on
+        first = 1
+        clear_gradients(run.optimizers[:1])
+    norms, taken = optimizer_step([run.actor, run.critic][first:], run.optimizers[first:], run.schedules[first:],
+                                  grad_clip=args.grad_clip, scaler=run.scaler)
+    if first and taken:
+        run.schedules[0].step()
+    sums.add("grad_norm", 0.0 if first else norms[0])
+    sums.add("critic/grad_norm", norms[-1])
     sums.add("skipped_steps", float(not taken))
     run.skips.record(taken)
     run.progress.optimizer_steps += taken
@@ -294,13 +315,11 @@ def train_epoch(run: Run, args, rows_per_step: list[int]) -> None:
         keys = [(TRAIN_STREAM, args.seed, run.progress.epoch, index) for index in batch["index"]]
         with rollout_bar(run, args, len(keys)) as bar:
             rollout = sample_answers(run.engine, run.tokenizer, batch["prompt_ids"], keys, args, run.device,
-                                     num_generations=1, temperature=args.temperature,
-                                     on_progress=bar.advance)
+                                     num_generations=1, temperature=args.temperature, on_progress=bar.advance)
         run.clock.mark("gen")
         rewards, parts = calculate_rewards(
-            batch["prompt"], rollout.completions, run.reward_model, messages=batch["messages"],
-            answers=batch["answer"], metadata=batch["metadata"], finished=rollout.finished, return_parts=True,
-            **run.rewards,
+            batch["prompt"], rollout.completions, run.reward_model, messages=batch["messages"], return_parts=True,
+            answers=batch["answer"], metadata=batch["metadata"], finished=rollout.finished, **run.rewards,
         )  # fmt: skip
         rewards, parts = rewards.to(run.device), {name: values.to(run.device) for name, values in parts.items()}
         run.clock.mark("reward")
@@ -311,12 +330,11 @@ def train_epoch(run: Run, args, rows_per_step: list[int]) -> None:
             sums = update(run, args, experience)
             run.clock.mark("update")
             answer_metrics(sums, rollout, rewards, parts, real)
-            foreseen = explained_variance(
-                experience.old_values, experience.returns, experience.mask, reduce_sum=all_reduce_sum
-            )
-            sums.add("critic/explained_var", foreseen)
+            foreseen = (experience.old_values, experience.returns, experience.mask)
+            sums.add("critic/explained_var", explained_variance(*foreseen, reduce_sum=all_reduce_sum))
             metrics = sums.reduce()
             done = run.progress.next_step(rows, metrics["num_tokens"])
+            adapt_kl(args, done, args.kl_coef, metrics, rows)
             done.planned_steps += planned_optimizer_steps(args, [[rows]])
             log_step(run, args, done, metrics)
             finish_step(run, args, done, save)
@@ -344,16 +362,9 @@ def log_step(run: Run, args, at: Progress, metrics: dict) -> None:
 
 
 def save(run: Run, args) -> None:
-    """Weights as MiniMind reads them, then the resume file: killed in between, a resumed run writes both again."""
-    if not is_main_process():
-        return
-    save_weights(run.actor, weights_path(args.save_dir, args.save_weight, run.config))
-    lm_checkpoint(
-        run.config, args.save_weight, model=run.actor, optimizer=run.optimizers[0], epoch=run.progress.epoch,
-        step=run.progress.step, wandb=run.log.tracker, save_dir=args.checkpoint_dir, scheduler=run.schedules[0],
-        critic_model=run.critic, critic_optimizer=run.optimizers[1], critic_scheduler=run.schedules[1],
-        scaler=run.scaler, **resume_entries(run, args),
-    )  # fmt: skip
+    """The actor's weights as MiniMind reads them, and the resume file."""
+    save_run(run, args, model=run.actor, optimizer=run.optimizers[0], scheduler=run.schedules[0],
+             critic_model=run.critic, critic_optimizer=run.optimizers[1], critic_scheduler=run.schedules[1])
 
 
 # ---------------------------------------------------------------------------------------------- set-up
@@ -361,7 +372,8 @@ def build_run(args, device: str) -> Run:
     """Load everything the run needs, cheap checks first; resumed state is loaded into it when asked for."""
     roles = load_roles(args, device, with_reference=args.kl_coef > 0)
     resumed = roles.resumed
-    critic = start_critic(CriticModel(roles.config), roles.model, resumed).to(device).eval()  # no dropout, as the actor
+    critic = start_critic(CriticModel(roles.config), roles.model, resumed, args.critic_from)
+    critic = critic.to(device).eval()  # dropout off, as in the actor
     if resumed:
         load_resumed_model(roles.model, resumed["model"])
     models = [torch.compile(model) if args.use_compile else model for model in (roles.model, critic)]
@@ -369,16 +381,10 @@ def build_run(args, device: str) -> Run:
     progress = resumed_progress(resumed, args)
     plan = planned_rows(progress, len(roles.dataset), args)
     total = progress.planned_steps + planned_optimizer_steps(args, plan)
-    optimizers, schedules = [], []
-    for model, rate, name in ((actor, args.learning_rate, ""), (critic, args.critic_learning_rate, "critic_")):
-        optimizers.append(torch.optim.AdamW(model.parameters(), lr=rate, fused=device.startswith("cuda")))
-        schedules.append(CosineSchedule(optimizers[-1], rate, total))
-        if resumed:
-            optimizers[-1].load_state_dict(resumed[f"{name}optimizer"])
-            schedules[-1].load_state_dict(resumed[f"{name}scheduler"])
-    scaler = torch.amp.GradScaler(device.partition(":")[0], enabled=args.dtype == "float16")
-    if resumed:
-        scaler.load_state_dict(resumed["scaler"])
+    opened = [open_optimizer(actor, args.learning_rate, total, device, resumed),
+              open_optimizer(critic, args.critic_learning_rate, total, device, resumed, "critic_")]
+    optimizers, schedules = (list(pair) for pair in zip(*opened, strict=True))
+    scaler = open_scaler(device, args.dtype, resumed)
     engine = open_engine(args, actor, roles.tokenizer, device)
     return Run(
         actor=actor, critic=critic, models={"actor": actor, "critic": critic}, optimizers=optimizers,

@@ -34,7 +34,9 @@ __all__ = [
     "REPO_ROOT", "CosineSchedule", "Interrupted", "Interrupts", "LMForRewardModel", "Logger", "SkipBatchSampler",
     "SkipGuard", "all_reduce_sum", "any_rank", "autocast_context", "check_same_weights", "encode_prompts", "get_lr",
     "get_model_params", "global_share", "grad_sync", "init_distributed_mode", "init_model", "is_main_process",
-    "lm_checkpoint", "load_resumed_model", "load_roles", "load_tokenizer", "open_loader", "optimizer_step",
+    "lm_checkpoint", "load_resumed_model", "load_roles", "load_tokenizer", "open_loader", "open_optimizer",
+    "open_scaler",
+    "optimizer_step",
     "rank_and_world", "row_is_real", "run_main", "save_weights", "setup_seed", "shard_epoch", "shuffle_within_groups",
     "start_critic", "start_process", "unwrap_model", "weights_path", "wrap_ddp",
 ]  # fmt: skip
@@ -104,6 +106,25 @@ def autocast_context(device: str, dtype: str):
     if dtype == "float32":
         return contextlib.nullcontext()
     return torch.autocast(device_type=device.partition(":")[0], dtype=getattr(torch, dtype))
+
+
+def open_optimizer(model: nn.Module, rate: float, total_steps: int, device: str, resumed: dict | None, prefix=""):
+    """(AdamW of a model, its schedule over `total_steps` optimizer steps), with the state a resume file holds of them
+    under {prefix}optimizer and {prefix}scheduler."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=rate, fused=device.startswith("cuda"))
+    schedule = CosineSchedule(optimizer, rate, total_steps)
+    if resumed:
+        optimizer.load_state_dict(resumed[f"{prefix}optimizer"])
+        schedule.load_state_dict(resumed[f"{prefix}scheduler"])
+    return optimizer, schedule
+
+
+def open_scaler(device: str, dtype: str, resumed: dict | None) -> torch.amp.GradScaler:
+    """The loss scaler that float16 needs, off for other dtypes."""
+    scaler = torch.amp.GradScaler(device.partition(":")[0], enabled=dtype == "float16")
+    if resumed:
+        scaler.load_state_dict(resumed["scaler"])
+    return scaler
 
 
 def clear_gradients(optimizers: list[torch.optim.Optimizer]) -> None:
