@@ -5,7 +5,6 @@ Letters: B prompts, G answers a prompt, N = B·G rows, n <= N rows still running
 V vocabulary.
 """
 
-import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -14,7 +13,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from model.decode_cache import fill_holes
+from model.decode_step import DecodeStep, compiled_step
 from model.kv_cache import KVCache, pack_left
+from model.sampling import SamplingRules, check_rules, pick_tokens
 
 # Rows that ended stay in the batch until they are this share of it, because dropping them copies the cache.
 COMPACT_SHARE = 1 / 8
@@ -29,80 +31,20 @@ class Decoded(NamedTuple):
     finished: Tensor  # bool [N], True = ended with EOS, False = cut at max_new_tokens
 
 
-class SamplingRules(NamedTuple):
-    """How a token is picked; temperature 0 = the likeliest token."""
-
-    temperature: float
-    top_p: float
-    top_k: int
-    repetition_penalty: float
-    logp_temperature: float
-
-
-def penalize_repeats(logits: Tensor, seen: Tensor, penalty: float) -> Tensor:
-    """logits [n, V] with those of seen tokens (bool [n, V]) divided by the penalty if positive, else multiplied
-    (Keskar et al. 2019, arxiv.org/abs/1909.05858, as transformers does it)."""
-    return torch.where(seen, torch.where(logits > 0, logits / penalty, logits * penalty), logits)
-
-
-def keep_likeliest(logits: Tensor, *, top_k: int, top_p: float) -> Tensor:
-    """logits [n, V] with -inf outside the top_k largest (0 = all; equals of the last one stay) and then outside the
-    smallest set of likeliest tokens whose probabilities reach top_p (at least one; arxiv.org/abs/1904.09751)."""
-    if 0 < top_k < logits.shape[-1]:
-        smallest = logits.topk(top_k, dim=-1).values[:, -1:]
-        logits = logits.masked_fill(logits < smallest, -math.inf)
-    if top_p < 1.0:
-        ranked, ids = logits.sort(dim=-1, descending=True, stable=True)
-        probs = ranked.softmax(dim=-1, dtype=torch.float64)
-        reached_before = probs.cumsum(dim=-1) - probs >= top_p
-        logits = logits.masked_fill(reached_before.scatter(1, ids, reached_before), -math.inf)
-    return logits
-
-
-def draw(logits: Tensor, uniforms: Tensor) -> Tensor:
-    """Token ids long [n] by inverse CDF: the first token, in id order, whose cumulative probability is above uniform.
-
-    Args: logits [n, V]; uniforms float64 [n] in [0, 1]. A token of probability 0 is never drawn, also at uniform 1.
-    """
-    probs = logits.softmax(dim=-1)
-    cumulative = probs.cumsum(dim=-1, dtype=torch.float64)
-    total = cumulative[:, -1:]
-    # strictly below the total, so that a last token of positive probability always lies above the target
-    target = torch.minimum(uniforms[:, None] * total, torch.nextafter(total, torch.zeros_like(total)))
-    # the second condition is for parallel sums, where a token of probability 0 may differ from its left neighbour
-    return ((cumulative > target) & (probs > 0)).to(torch.uint8).argmax(dim=-1)
-
-
-def pick_tokens(logits: Tensor, uniforms: Tensor | None, seen: Tensor | None, rules: SamplingRules):
-    """(token long [n], its log-probability float32 [n]) from logits [n, V].
-
-    The log-probability is log_softmax(logits / logp_temperature), before penalty, top-k and top-p. Uniforms [n] are
-    unused at temperature 0; seen bool [n, V] is None without a repetition penalty.
-    """
-    logits = logits.float()
-    scores = logits if seen is None else penalize_repeats(logits, seen, rules.repetition_penalty)
-    if rules.temperature == 0:
-        token = scores.argmax(dim=-1)
-    else:
-        scores = keep_likeliest(scores / rules.temperature, top_k=rules.top_k, top_p=rules.top_p)
-        token = draw(scores, uniforms)
-    scaled = logits / rules.logp_temperature
-    return token, scaled.gather(1, token[:, None]).squeeze(1) - scaled.logsumexp(dim=-1)
-
-
 @dataclass
 class Running:
     """The rows still in the batch: n of them, of which `alive` have not ended."""
 
-    cache: KVCache
+    read: DecodeStep
     rows: Tensor  # long [n], their place among the N answers
     logits: Tensor  # [n, V] of the next token
     alive: Tensor  # bool [n]
     seen: Tensor | None  # bool [n, V], tokens in prompt and answer; None without a repetition penalty
 
 
-def prefill(model: nn.Module, input_ids: Tensor, real: Tensor, copies: int, max_new: int, track_seen: bool) -> Running:
-    """Read each of the B prompts once and share the result out to its `copies` answers."""
+def prefill(model, input_ids: Tensor, real: Tensor, *, copies: int, max_new: int, track_seen: bool, step) -> Running:
+    """Read each of the B prompts once and share the result out to its `copies` answers; step: what to decode with,
+    DecodeStep or compiled_step."""
     lengths = real.sum(dim=1)
     longest = int(lengths.max())
     packed_ids, packed, _ = pack_left(input_ids, real)
@@ -120,7 +62,7 @@ def prefill(model: nn.Module, input_ids: Tensor, real: Tensor, copies: int, max_
         seen = (counts.scatter_add_(1, packed_ids, packed.int()) > 0).repeat_interleave(copies, dim=0)
     rows = torch.arange(len(lengths) * copies, device=real.device)
     return Running(
-        cache=cache.spread(copies, longest + max_new),
+        read=step(model, cache, copies, max_new),
         rows=rows,
         logits=model.lm_head(last).repeat_interleave(copies, dim=0),
         alive=torch.ones_like(rows, dtype=torch.bool),
@@ -128,21 +70,16 @@ def prefill(model: nn.Module, input_ids: Tensor, real: Tensor, copies: int, max_
     )
 
 
-def decode_one_token(model: nn.Module, running: Running, token: Tensor) -> None:
-    """Read one token a row (long [n]) and set the logits of the next one."""
-    hidden = model.model(token[:, None], past_key_values=running.cache)[0]
-    running.logits = model.lm_head(hidden[:, -1])
-
-
-def compact(running: Running, token: Tensor) -> Tensor:
-    """Drop the rows that ended; gives the tokens of those that stay."""
-    stay = running.alive.nonzero().squeeze(1)
-    running.cache.keep_rows(stay)
-    running.rows = running.rows[stay]
-    running.alive = running.alive[stay]
+def compact(running: Running, token: Tensor, left: int) -> Tensor:
+    """Drop the rows that ended: the last ones that run take their places. Gives the tokens of the `left` that stay."""
+    holes = (~running.alive[:left]).nonzero().squeeze(1)
+    fillers = running.alive[left:].nonzero().squeeze(1) + left
+    running.read.keep_rows(holes, fillers, left)
+    running.rows = fill_holes(running.rows, holes, fillers, left)
     if running.seen is not None:
-        running.seen = running.seen[stay]
-    return token[stay]
+        running.seen = fill_holes(running.seen, holes, fillers, left)
+    running.alive = fill_holes(running.alive, holes, fillers, left)
+    return fill_holes(token, holes, fillers, left)
 
 
 @contextmanager
@@ -161,58 +98,53 @@ def evaluation_mode(model: nn.Module) -> Iterator[None]:
 
 
 class Answers:
-    """The N answers being written."""
+    """The N answers being written, one step a row: what is written at once lies together."""
 
-    def __init__(self, n: int, max_new: int, pad_token_id: int, device: torch.device):
-        self.ids = torch.full((n, max_new), pad_token_id, dtype=torch.long, device=device)
-        self.logps = torch.zeros(n, max_new, dtype=torch.float32, device=device)
-        self.lengths = torch.zeros(n, dtype=torch.long, device=device)
-        self.finished = torch.zeros(n, dtype=torch.bool, device=device)
-        self.pad_token_id = pad_token_id
+    def __init__(self, n: int, max_new: int, device: torch.device):
+        self.ids = torch.zeros(max_new, n, dtype=torch.long, device=device)
+        self.logps = torch.zeros(max_new, n, dtype=torch.float32, device=device)
+        self.mask = torch.zeros(max_new, n, dtype=torch.bool, device=device)
 
-    def write(self, step: int, running: Running, token: Tensor, logp: Tensor, ended: Tensor) -> None:
-        """Store one step of the running rows; rows that ended before it get nothing."""
-        rows, alive = running.rows, running.alive
-        self.ids[rows, step] = token.masked_fill(~alive, self.pad_token_id)
-        self.logps[rows, step] = logp.masked_fill(~alive, 0.0)
-        self.lengths[rows] += alive
-        self.finished[rows] |= ended
+    def write(self, step: int, running: Running, token: Tensor, logp: Tensor) -> None:
+        """Store one step of the running rows; those that ended before it get a mask of False."""
+        self.ids[step].index_copy_(0, running.rows, token)
+        self.logps[step].index_copy_(0, running.rows, logp)
+        self.mask[step].index_copy_(0, running.rows, running.alive)
 
-    def result(self, steps: int) -> Decoded:
+    def result(self, steps: int, eos: Tensor, pad_token_id: int) -> Decoded:
         """What was written in `steps` steps; RuntimeError if the model gave log-probabilities that are not numbers."""
-        mask = torch.arange(steps, device=self.lengths.device) < self.lengths[:, None]
-        logps = self.logps[:, :steps]
+        mask = self.mask[:steps].T.contiguous()
+        ids = self.ids[:steps].T.masked_fill(~mask, pad_token_id)
+        logps = self.logps[:steps].T.masked_fill(~mask, 0.0)
         bad = ~torch.isfinite(logps).all(dim=1)
         if bool(bad.any()):
             raise RuntimeError(
                 f"the model gave NaN or infinite log-probabilities in {int(bad.sum())} of {len(bad)} answers: "
                 "its weights or activations overflowed; check the loaded weights, or use bfloat16 or float32"
             )
-        return Decoded(self.ids[:, :steps].contiguous(), logps.contiguous(), mask, self.finished)
+        return Decoded(ids, logps, mask, (torch.isin(ids, eos) & mask).any(dim=1))
 
 
-def run(model, running: Running, answers: Answers, rules: SamplingRules, *, max_new, eos, uniforms, on_token) -> int:
+def run(running: Running, answers: Answers, rules: SamplingRules, *, eos, pad, uniforms, on_token) -> int:
     """The decoding loop; fills `answers` and gives the number of steps taken. One read back from the device a step."""
-    n = len(running.rows)
+    max_new, n = answers.ids.shape
     for step in range(max_new):
+        column = None if uniforms is None else uniforms[:, step]
         if uniforms is None and rules.temperature > 0:
-            column = torch.rand(n, dtype=torch.float64, device=running.rows.device)
-        else:
-            column = None if uniforms is None else uniforms[:, step]
+            column = torch.rand(n, dtype=torch.float64, device=eos.device)
         token, logp = pick_tokens(running.logits, None if column is None else column[running.rows], running.seen, rules)
-        ended = torch.isin(token, eos)
-        answers.write(step, running, token, logp, ended)
+        answers.write(step, running, token, logp)
         if on_token is not None:
-            on_token(answers.ids[:, step])
-        running.alive = running.alive & ~ended
+            on_token(answers.ids[step].masked_fill(~answers.mask[step], pad))
+        running.alive = running.alive & (token[:, None] != eos).all(dim=1)
         left = int(running.alive.sum())
         if left == 0 or step + 1 == max_new:
             break
-        if left <= len(token) * (1 - COMPACT_SHARE):
-            token = compact(running, token)
+        if left <= len(token) * (1 - COMPACT_SHARE) and not running.read.static:
+            token = compact(running, token, left)
         if running.seen is not None:
             running.seen.scatter_(1, token[:, None], True)
-        decode_one_token(model, running, token)
+        running.logits = running.read(token)
     return step + 1
 
 
@@ -236,20 +168,6 @@ def check_prompts(config, input_ids: Tensor, attention_mask: Tensor | None) -> T
             "the tokenizer does not belong to this model"
         )
     return real
-
-
-def check_rules(rules: SamplingRules) -> None:
-    """Raise ValueError naming the first setting that describes no distribution."""
-    if not 0.0 <= rules.temperature < math.inf:
-        raise ValueError(f"temperature is {rules.temperature}: it must be at least 0 (0 = the likeliest token)")
-    if not 0.0 < rules.top_p <= 1.0:
-        raise ValueError(f"top_p is {rules.top_p}: it must be in (0, 1] (1 = every token)")
-    if rules.top_k < 0:
-        raise ValueError(f"top_k is {rules.top_k}: it must be at least 0 (0 = every token)")
-    if not 0.0 < rules.repetition_penalty < math.inf:
-        raise ValueError(f"repetition_penalty is {rules.repetition_penalty}: it must be above 0 (1 = none)")
-    if not 0.0 < rules.logp_temperature < math.inf:
-        raise ValueError(f"logp_temperature is {rules.logp_temperature}: it must be above 0")
 
 
 def end_ids(config, eos_token_id: int | list[int] | None) -> list[int]:
@@ -294,6 +212,7 @@ class DecodingMixin:
         uniforms: Tensor | None = None,
         logp_temperature: float | None = None,
         on_token: Callable[[Tensor], None] | None = None,
+        compile: bool = False,
     ) -> Decoded:
         """num_generations answers to each prompt, with the log-probability of every token; no grad.
 
@@ -302,7 +221,8 @@ class DecodingMixin:
             all); max_new_tokens: most tokens an answer; temperature 0 = greedy; eos_token_id: None = the config's, an
             empty list = no end; uniforms float64 [N, >= max_new_tokens] in [0, 1]: token t of row i is drawn with
             uniforms[i, t] and so does not depend on other rows (None = torch's global generator); logp_temperature
-            divides the logits for logps (None = temperature, 1 when greedy); on_token gets each step's ids long [N].
+            divides the logits for logps (None = temperature, 1 when greedy); on_token gets each step's ids long [N];
+            compile: each step through torch.compile and, on CUDA, as a CUDA graph; worth its start-up time there alone.
         Raises: ValueError naming a wrong argument; RuntimeError if the model's output is not finite.
         """
         if max_new_tokens < 1:
@@ -324,12 +244,15 @@ class DecodingMixin:
         n = len(input_ids) * num_generations
         uniforms = check_uniforms(uniforms, n, max_new_tokens, input_ids.device)
         with evaluation_mode(self):
-            running = prefill(self, input_ids, real, num_generations, max_new_tokens, repetition_penalty != 1.0)
-            answers = Answers(n, max_new_tokens, pad_token_id, input_ids.device)
+            running = prefill(
+                self, input_ids, real, copies=num_generations, max_new=max_new_tokens,
+                track_seen=repetition_penalty != 1.0, step=compiled_step if compile else DecodeStep,
+            )  # fmt: skip
+            answers = Answers(n, max_new_tokens, input_ids.device)
             steps = run(
-                self, running, answers, rules, max_new=max_new_tokens, eos=eos, uniforms=uniforms, on_token=on_token
+                running, answers, rules, eos=eos, pad=pad_token_id, uniforms=uniforms, on_token=on_token
             )
-        return answers.result(steps)
+        return answers.result(steps, eos, pad_token_id)
 
     def generate(
         self,

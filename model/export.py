@@ -9,6 +9,7 @@ import json
 import math
 import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -225,27 +226,40 @@ def write_folder(
 ) -> Path:
     """Write weights (as `checked_state` gives them), both configs and `texts` (content by file name) as `folder`.
 
-    Written as `{folder}.tmp`, flushed to the disk, then renamed: the folder is whole or it is not there.
-    Raises: ValueError if the folder exists and `replace` is false; RuntimeError if it cannot be written, with nothing
-    left behind and what was there before untouched.
+    Written by `write_whole`. Raises: ValueError if the folder exists and `replace` is false; what `write_whole` raises.
     """
     if folder.exists() and not replace:
         raise ValueError(f"{folder} exists already; choose another folder or remove it")
-    temporary = folder.with_name(f"{folder.name}.tmp")
     configs = {"config.json": transformers_config(config, dtype), "generation_config.json": generation_config(config)}
     plain = {name: json.dumps(content, indent=2) + "\n" for name, content in configs.items()} | (texts or {})
-    try:
-        shutil.rmtree(temporary, ignore_errors=True)
-        temporary.mkdir(parents=True)
+
+    def fill(temporary: Path) -> None:
         save_file(state, temporary / WEIGHTS_FILE, metadata={"format": "pt"})
         for name, text in plain.items():
             (temporary / name).write_text(text, encoding="utf-8")
+
+    return write_whole(folder, fill)
+
+
+def write_whole(folder: Path, fill: Callable[[Path], None]) -> Path:
+    """Make `folder`, or replace it, with what `fill(path)` writes into the folder it is given.
+
+    Written as `{folder}.tmp`, flushed to the disk, then renamed: the folder is whole or it is not there.
+    Raises: RuntimeError if it cannot be written, with nothing left behind and what was there before untouched.
+    """
+    temporary, aside = (folder.with_name(f"{folder.name}.{end}") for end in ("tmp", "old"))
+    try:
+        shutil.rmtree(temporary, ignore_errors=True)
+        temporary.mkdir(parents=True)
+        fill(temporary)
         for path in [*temporary.iterdir(), temporary]:
             flush_to_disk(path)
+        shutil.rmtree(aside, ignore_errors=True)
         if folder.exists():
-            shutil.rmtree(folder)
+            os.rename(folder, aside)
         os.rename(temporary, folder)
         flush_to_disk(folder.parent)
+        shutil.rmtree(aside, ignore_errors=True)
     except (OSError, SafetensorError) as error:
         shutil.rmtree(temporary, ignore_errors=True)
         raise RuntimeError(f"cannot write {folder}: {error}; free some space or choose another folder") from error

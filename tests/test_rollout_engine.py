@@ -82,7 +82,7 @@ def test_scores_equal_a_plain_log_softmax(build, temperature):
         expected = plain_logps(model, ids, mask, temperature)[:, -n_keep:]
         counts = (mask[:, :-1] & mask[:, 1:]).bool()[:, -n_keep:]  # token and what predicts it are both real
         assert scored.shape == (3, n_keep) and counts.any()
-        torch.testing.assert_close(scored[counts], expected[counts], atol=2e-6, rtol=0)
+        torch.testing.assert_close(scored[counts], expected[counts], atol=5e-6, rtol=0)
 
 
 def test_gradient_of_scores_is_that_of_a_plain_log_softmax():

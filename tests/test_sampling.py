@@ -6,7 +6,7 @@ import pytest
 import torch
 from tiny_models import answers, prompts, tiny, uniforms
 
-from model.decoding import draw, keep_likeliest, penalize_repeats
+from model.sampling import draw, keep_likeliest, penalize_repeats
 
 INF = math.inf
 LIST = torch.tensor
@@ -20,17 +20,18 @@ def test_draw_by_hand():
     logits = LIST([0.1, 0.0, 0.4, 0.5, 0.0], dtype=torch.float64).log().float()
     cases = [(0.0, 0), (0.0999, 0), (0.1001, 2), (0.4999, 2), (0.5001, 3), (0.999999, 3), (1 - 2**-53, 3), (1.0, 3)]
     points = LIST([u for u, _ in cases], dtype=torch.float64)
-    assert draw(logits.expand(len(cases), -1), points).tolist() == [token for _, token in cases]
+    tokens, shares = draw(logits.softmax(-1).expand(len(cases), -1), points)
+    assert tokens.tolist() == [token for _, token in cases]
     # exactly on a step the next token is due (strictly above), and a leading token of probability 0 stays out at 0
     exact = LIST([[-INF, 0.0, 0.0, -INF]])
-    assert draw(exact, LIST([0.5], dtype=torch.float64)).tolist() == [2]
-    assert draw(exact, LIST([0.0], dtype=torch.float64)).tolist() == [1]
+    assert draw(exact.softmax(-1), LIST([0.5], dtype=torch.float64))[0].tolist() == [2]
+    assert draw(exact.softmax(-1), LIST([0.0], dtype=torch.float64))[0].tolist() == [1]
 
 
 def test_draw_has_the_right_frequencies():
     logits = LIST([[0.3, -1.0, 1.2, 0.0]])
     points = (torch.arange(10000, dtype=torch.float64) + 0.5) / 10000
-    counts = torch.bincount(draw(logits.expand(10000, -1), points), minlength=4)
+    counts = torch.bincount(draw(logits.softmax(-1).expand(10000, -1), points)[0], minlength=4)
     torch.testing.assert_close(counts / 10000, logits[0].softmax(-1), atol=2e-4, rtol=0)
 
 

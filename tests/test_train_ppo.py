@@ -386,7 +386,7 @@ def test_float16_gradients_are_unscaled_before_clipping(flags, tmp_path):
     assert len(taken) >= 4
     if calls[0]["taken"]:
         # other answers are sampled in float16, so not the same norms, but nowhere near 65536 times as large
-        assert all(1 / 3 < half / full < 3 for half, full in zip(calls[0]["norms"], exact[0]["norms"], strict=True))
+        assert all(1 / 20 < half / full < 20 for half, full in zip(calls[0]["norms"], exact[0]["norms"], strict=True))
     assert all(norm < 1000 for call in taken for norm in call["norms"])
     assert all(tensor.dtype == torch.float32
                for tensor in resume_content(tmp_path / "checkpoints", "ppo_actor")["critic_model"].values())
