@@ -8,7 +8,7 @@ from fractions import Fraction
 
 import pytest
 
-from dataset.lm_dataset import read_rows
+from dataset.lm_dataset import RLAIFDataset, read_rows
 from trainer.arguments import REPO_ROOT
 from trainer.reward_plugins import load_reward_functions
 from trainer.rewards import calculate_rewards
@@ -123,13 +123,14 @@ def write(gym, path, *words) -> list[dict]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def test_rows_are_rows_of_our_format(gym, tmp_path, capsys):
+def test_rows_are_rows_of_our_format(gym, tokenizer, tmp_path, capsys):
     path = tmp_path / "tasks.jsonl"
     rows = write(gym, path, "--size", "3", "--seed", "5")
     assert rows[1] == {"conversations": [{"role": "user", "content": "6+1?"}], "answer": "7",
                        "metadata": {"question": "6+1?\n", "answer": "7",
                                     "metadata": {"source_dataset": "sum", "source_index": 1}}}  # fmt: skip
     assert [row.answer for row in read_rows(path)[0]] == ["6", "7", "8"]
+    assert RLAIFDataset(path, tokenizer)[1]["metadata"] == rows[1]["metadata"]
     assert capsys.readouterr().out == f"wrote 3 rows of sum to {path}\n"
     first = path.read_bytes()
     assert write(gym, path, "--size", "3", "--seed", "5", "--overwrite", "1") and path.read_bytes() == first

@@ -37,7 +37,7 @@ OURS = {
     "checkpoint_dir": str(REPO_ROOT / "checkpoints"), "run_dir": None, "trust_remote_code": 0, "system_ratio": 0.2,
     "skip_bad_rows": 0, "answer_reward": 0.0, "max_skipped_steps": 20, "eval_data_path": None, "eval_prompts": 100,
     "sglang_model_path": None, "sglang_concurrency": 64, "sglang_wait": 300.0, "sync_interval": 1,
-    "eval_interval": 0, "self_check": 1, "dry_run": False, "check_sync": 0, "micro_batch_tokens": 4096,
+    "eval_interval": 0, "self_check": 1, "dry_run": False, "check_sync": 0, "micro_batch_tokens": None,
     "sample_interval": 50, "keep_best": 0, "health_stop": 0, "quiet": False, "use_tensorboard": False,
     "reward_fn": None, "reward_weights": None, "recompute_logps": "auto", "tis_cap": 2.0,
     "gradient_checkpointing": 0, "kl_estimator": "k3", "kl_in": "loss", "kl_target": 0.0, "kl_horizon": 10000.0,
@@ -46,7 +46,7 @@ OURS = {
 OURS_OWN = {
     "grpo": {"shuffle_rewards": 0, "sglang_shared_path": str(REPO_ROOT / "sglang_ckpt_grpo"), "advantage": "group",
              "loss_agg": "sequence", "drop_flat_groups": 0, "dynamic_sampling": 0, "mask_truncated": 0,
-             "overlong_buffer": 0, "num_iterations": 1, "mini_batch_size": 0},
+             "overlong_buffer": 0, "num_iterations": 1, "mini_batch_size": 0, "hf_model": None},
     "ppo": {"sglang_shared_path": str(REPO_ROOT / "sglang_ckpt_ppo"), "clip_epsilon_high": 0.2, "dual_clip": 0.0,
             "critic_warmup_steps": 0, "critic_from": "policy", "whiten_rewards": 0, "missing_eos_penalty": 0.0},
 }

@@ -31,7 +31,8 @@ def parts(tokenizer, tiny_config, tmp_path):
     path = tmp_path / "heldout.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     own = tmp_path / "mine_of_samples.py"
-    own.write_text("import random\ndef noisy(responses):\n    random.random()\n    return [1.0] * len(responses)")
+    own.write_text("import random\ndef noisy(metadata):\n    random.random()\n"
+                   "    return [1.0 + 0 * row['i'] for row in metadata]")
     args = SimpleNamespace(max_seq_len=64, max_gen_len=6, top_p=1.0, top_k=0, logp_temperature=0.8, seed=42,
                            batch_size=8, temperature=0.8, answer_reward=1.0, reward_fn=[f"{own}:noisy:2"],
                            reward_weights=None, eval_prompts=3, dtype="float32", save_dir=str(tmp_path),

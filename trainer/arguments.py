@@ -5,6 +5,7 @@ seconds that importing them takes. The flags themselves are written out in each 
 """
 
 import argparse
+import os
 import math
 import re
 import sys
@@ -124,7 +125,7 @@ def add_start_flags(parser: FlagParser) -> None:
     add("--threads", non_negative_int, 0, "CPU threads of each process; 0 = torch's choice, one a core")
 
 
-def add_input_flags(parser: FlagParser) -> None:
+def add_input_flags(parser: FlagParser, *, any_model: bool = False) -> None:
     """Flags that say what a run starts from: sizes, weights, tokenizer, reward model, prompts."""
     add = parser.group("model")
     add("--hidden_size", model_width, 768, "width of the model, a multiple of 16")
@@ -133,6 +134,9 @@ def add_input_flags(parser: FlagParser) -> None:
     add("--from_weight", str, "full_sft", "weights to start from and to stay close to, "
         "{weight_dir}/{from_weight}_{hidden_size}[_moe].pth; none = random")
     add("--tokenizer_path", str, str(REPO_ROOT / "model"), "folder of the tokenizer the weights were trained with")
+    if any_model:
+        add("--hf_model", str, None, "folder of another causal language model of transformers (Qwen3, Llama, ...) to "
+            "train in MiniMind's place, with its own sizes, tokenizer and chat template; saved as {save_weight}-hf")
     add("--reward_model_path", str, str(REPO_ROOT.parent / "internlm2-1_8b-reward"), "folder of the reward model; none "
         "= text rules only")
     add("--trust_remote_code", switch, 0, "1 = run Python code that a model folder brings along "
@@ -216,8 +220,9 @@ def add_update_flags(add) -> None:
         "for a non-finite loss or gradient")
     add("--dtype", ["bfloat16", "float16", "float32"], "bfloat16", "precision of forward passes; weights stay float32")
     add("--use_compile", switch, 0, "1 = torch.compile what is trained, and decoding")
-    add("--micro_batch_tokens", non_negative_int, 4096, "most tokens that a forward and backward pass reads at once "
-        "(each prompt once, without padding); a larger batch is read in pieces whose gradients add up; 0 = all at once")
+    add("--micro_batch_tokens", non_negative_int, None, "most tokens that a forward and backward pass reads at once "
+        "(each prompt once, without padding); a larger batch is read in pieces whose gradients add up; 0 = all at "
+        "once, None = 1024 on a CPU, 8192 on a GPU")
     add("--gradient_checkpointing", switch, 0, "1 = keep only each layer's input and work the rest out again in the "
         "backward pass: less memory, about a third more time in the update")
 
@@ -279,6 +284,10 @@ def refuse_kl_options(parser: "FlagParser", args, argv, weight: str) -> None:
             if is_given(argv, name):
                 parser.error(f"argument --{name}: there is no KL to penalise with --{weight} 0; raise one or leave out "
                              "the other")
+    answers = args.batch_size * getattr(args, "num_generations", 1) * int(os.environ.get("WORLD_SIZE", "1"))
+    if args.kl_target and answers >= 5 * args.kl_horizon:
+        parser.error(f"argument --kl_horizon: {args.kl_horizon} is too short for --kl_target with {answers} answers a "
+                     f"step, {weight} could fall below 0; make it more than {answers / 5:g}")
 
 
 def parse_with_starter(parser: FlagParser, argv, starter_defaults: dict) -> argparse.Namespace:
@@ -299,8 +308,22 @@ def parse_with_starter(parser: FlagParser, argv, starter_defaults: dict) -> argp
     return args
 
 
+def settle_hf_model(parser: FlagParser, args, argv) -> None:
+    """With --hf_model, what it brings along replaces defaults; exit in one line where such a thing is given too."""
+    if args.hf_model is None:
+        return
+    for name in ("from_weight", "hidden_size", "num_hidden_layers", "use_moe"):
+        if is_given(argv, name):
+            parser.error(f"argument --{name}: --hf_model {args.hf_model} has weights and sizes of its own; leave out "
+                         "one of them")
+    args.from_weight = "none"
+    if not is_given(argv, "tokenizer_path"):
+        args.tokenizer_path = args.hf_model
+
+
 def settle_grpo(parser: FlagParser, args, argv) -> None:
-    """Defaults that follow from --loss_type, and one line for flags that do not go together."""
+    """Defaults that follow from --loss_type and --hf_model, and one line for flags that do not go together."""
+    settle_hf_model(parser, args, argv)
     if args.loss_type == "gspo" and not is_given(argv, "epsilon"):
         args.epsilon = 3e-4
     if not is_given(argv, "epsilon_high"):

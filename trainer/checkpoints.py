@@ -1,7 +1,8 @@
 """Weights and resume files: where they lie, how they are read, and written so that no moment of death loses one.
 
-Weights: `{weight}_{hidden}[_moe].pth`, MiniMind's fp16 state dict. Resume: `{weight}_{hidden}[_moe]_resume.pth` with
-float32 weights, optimizers, schedules and counters, and `…_resume_previous.pth`, the one before it.
+Weights: `{weight}_{hidden}[_moe].pth`, MiniMind's fp16 state dict, or of another model the folder `{weight}-hf`.
+Resume: `{weight}_{hidden}[_moe]_resume.pth` with float32 weights, optimizers, schedules and counters, and
+`…_resume_previous.pth`, the one before it.
 """
 
 import contextlib
@@ -15,15 +16,18 @@ import torch
 from torch import nn
 
 from trainer.distributed import rank_and_world, unwrap_model
+from trainer.hf_model import write_hf_folder
 from trainer.lora import has_adapters, lora_state, plain_state
 
 
 def _suffix(lm_config) -> str:
-    return f"_{lm_config.hidden_size}{'_moe' if lm_config.use_moe else ''}"
+    return f"_{lm_config.hidden_size}{'_moe' if getattr(lm_config, 'use_moe', False) else ''}"
 
 
 def weights_path(folder, weight: str, lm_config) -> Path:
-    """`{folder}/{weight}_{hidden}[_moe].pth`, MiniMind's naming."""
+    """`{folder}/{weight}_{hidden}[_moe].pth`, MiniMind's naming; `{folder}/{weight}-hf` for another model's config."""
+    if not hasattr(lm_config, "use_moe"):
+        return Path(folder) / f"{weight}-hf"
     return Path(folder) / f"{weight}{_suffix(lm_config)}.pth"
 
 
@@ -81,18 +85,28 @@ def remove_leftovers(path: Path) -> None:
 def save_weights(model: nn.Module, path: Path) -> Path:
     """Write the fp16 state dict MiniMind reads, LoRA adapters merged in; these alone lie beside it as …_adapters.pth.
 
+    A model that came from a folder of transformers is written as one.
+
     Raises: RuntimeError if a weight is not finite, in fp32 or as fp16.
     """
+    if hasattr(unwrap_model(model), "folder_files"):
+        write_hf_folder(model, path)
+    else:
+        atomic_save(half_state(model, path), path)
+    if has_adapters(model):
+        atomic_save(lora_state(model), path.with_name(f"{path.stem}_adapters.pth"))
+    return path
+
+
+def half_state(model: nn.Module, path: Path) -> dict[str, torch.Tensor]:
+    """MiniMind's fp16 state dict. Raises RuntimeError, naming the path not written, if a weight is not finite."""
     half = {}
     for name, tensor in plain_state(model).items():
         half[name] = tensor.detach().to("cpu", torch.float16)
         if not torch.isfinite(half[name]).all():
             raise RuntimeError(f"{name} is not finite as float16 (largest value {tensor.abs().max().item():.3g}, limit "
                                f"65504): {path} is not overwritten; lower the learning rate")
-    atomic_save(half, path)
-    if has_adapters(model):
-        atomic_save(lora_state(model), path.with_name(f"{path.stem}_adapters.pth"))
-    return path
+    return half
 
 
 def state_digest(content) -> str:

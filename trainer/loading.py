@@ -17,12 +17,13 @@ from model.model_minimind import MiniMindConfig, MiniMindForCausalLM, MOEFeedFor
 from trainer.arguments import REPO_ROOT
 from trainer.checkpoints import lm_checkpoint, load_weights, missing_weights_message, weights_path
 from trainer.distributed import Logger, rank_and_world
+from trainer.hf_model import checkpoint_layers, fit_hf_config, load_hf_model, read_hf_config
 from trainer.lora import AdapterOff, add_lora, plain_state
 from trainer.reward_plugins import needs_reward_model
 from trainer.reward_model import LMForRewardModel, check_reward_model_path
 
 # A resumed run with another of these would not be the same run: prompts would come twice, or sizes not fit.
-FIXED_ON_RESUME = ("seed", "hidden_size", "num_hidden_layers", "use_moe", "skip_bad_rows", "lora_rank")
+FIXED_ON_RESUME = ("seed", "hidden_size", "num_hidden_layers", "use_moe", "skip_bad_rows", "lora_rank", "critic_from")
 # Where things lie and how they are shown may change freely.
 FREE_ON_RESUME = ("from_resume", "device", "run_dir", "save_dir", "checkpoint_dir", "log_interval", "save_interval",
                   "num_workers", "epochs", "max_steps", "use_wandb", "wandb_project", "debug_mode", "debug_interval",
@@ -95,9 +96,10 @@ def get_model_params(model: nn.Module, config=None) -> float:
     return total
 
 
-def load_tokenizer(tokenizer_path: str, trust_remote_code: bool = False):
+def load_tokenizer(tokenizer_path: str, trust_remote_code: bool = False, *, pad_with_eos: bool = False):
     """The tokenizer in a folder, with the ids this project relies on checked.
 
+    pad_with_eos: one without a pad token pads with its end token.
     Raises: FileNotFoundError or ValueError naming the folder and what it lacks.
     """
     from transformers import AutoTokenizer
@@ -110,6 +112,8 @@ def load_tokenizer(tokenizer_path: str, trust_remote_code: bool = False):
         tokenizer = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=trust_remote_code)
     except Exception as error:  # noqa: BLE001 - the library raises many types for an unreadable folder
         raise ValueError(f"--tokenizer_path {folder}: cannot be read as a tokenizer: {error}") from error
+    if pad_with_eos and tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token
     for name in ("pad_token_id", "eos_token_id", "chat_template"):
         if getattr(tokenizer, name) is None:
             raise ValueError(f"--tokenizer_path {folder}: the tokenizer has no {name}, which chat prompts need")
@@ -245,37 +249,50 @@ def open_reward_model(args, device: str) -> LMForRewardModel | None:
 class Roles(NamedTuple):
     """What both scripts load: the model to train, its frozen copy, and what they work on."""
 
-    config: MiniMindConfig
+    config: object  # the model's own: MiniMindConfig, or another of transformers
     tokenizer: object
     dataset: RLAIFDataset
     heldout: RLAIFDataset | None
     resumed: dict | None  # content of the resume file, with --from_resume 1 and where there is one
-    model: MiniMindForCausalLM
-    reference: MiniMindForCausalLM | None
+    model: nn.Module  # MiniMindForCausalLM, or what --hf_model holds; float32
+    reference: nn.Module | None
     reward_model: LMForRewardModel | None
 
 
 def load_roles(args, device: str, *, with_reference: bool) -> Roles:
     """Everything from disk, cheap checks first: a wrong path or a malformed row is found before any model is loaded."""
-    config = MiniMindConfig(hidden_size=args.hidden_size, num_hidden_layers=args.num_hidden_layers,
-                            use_moe=bool(args.use_moe))
+    foreign = vars(args).get("hf_model") is not None
+    if foreign:
+        config = read_hf_config(args.hf_model, bool(args.trust_remote_code))
+    else:
+        config = MiniMindConfig(hidden_size=args.hidden_size, num_hidden_layers=args.num_hidden_layers,
+                                use_moe=bool(args.use_moe))
     check_inputs(args, config)
-    tokenizer = load_tokenizer(args.tokenizer_path, bool(args.trust_remote_code))
+    tokenizer = load_tokenizer(args.tokenizer_path, bool(args.trust_remote_code), pad_with_eos=foreign)
+    if foreign:
+        fit_hf_config(config, tokenizer, args)
     dataset, heldout = open_datasets(args, tokenizer)
     resumed = lm_checkpoint(config, args.save_weight, save_dir=args.checkpoint_dir) if args.from_resume else None
     if resumed:
         check_resumed_flags(resumed["args"], args)
-    state = read_state(config, args.from_weight, args.weight_dir, tokenizer)
+    state = None if foreign else read_state(config, args.from_weight, args.weight_dir, tokenizer)
     reward_model = open_reward_model(args, device)
     start = {"save_dir": args.weight_dir, "device": device, "tokenizer": tokenizer, "seed": args.seed, "state": state}
-    model = without_dropout(init_model(config, args.from_weight, **start)[0])
-    model.model.gradient_checkpointing = bool(args.gradient_checkpointing)
+
+    def fresh() -> nn.Module:
+        return load_hf_model(config, args, device) if foreign else init_model(config, args.from_weight, **start)[0]
+
+    model = without_dropout(fresh())
+    if not foreign:
+        model.model.gradient_checkpointing = bool(args.gradient_checkpointing)
+    elif args.gradient_checkpointing:
+        checkpoint_layers(model)
     reference = None
     if args.lora_rank:
         add_lora(model, rank=args.lora_rank, alpha=args.lora_alpha, seed=args.seed)
         reference = AdapterOff(model) if with_reference else None
     elif with_reference:
-        reference = init_model(config, args.from_weight, **start)[0].eval().requires_grad_(False)
+        reference = fresh().eval().requires_grad_(False)
     return Roles(config, tokenizer, dataset, heldout, resumed, model, reference, reward_model)
 
 

@@ -5,6 +5,7 @@ Row i belongs to prompt i // G. Prompts are left padded, answers right padded, s
 """
 
 import contextlib
+import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import NamedTuple
@@ -19,6 +20,7 @@ from trainer.distributed import unwrap_model
 from trainer.prompts import encode_prompts
 from trainer.rl_math import logps_and_entropy, mask_until_eos
 
+SCORED_AT_ONCE = 4096  # most tokens whose logits `.generate`'s answers are scored with at a time
 NO_GRAD_SHARE = 4  # a scored token keeps no activations, so that this many times the update's fit into its memory
 
 
@@ -57,11 +59,20 @@ def score_tokens(model: nn.Module, input_ids: Tensor, n_keep: int, attention_mas
 
     The model is called as given, so a DDP wrapper synchronises. Only n_keep + 1 positions of logits are ever computed.
     """
-    output = model(input_ids, attention_mask=attention_mask, logits_to_keep=n_keep + 1)
+    places = {}
+    if attention_mask is not None and takes_positions(unwrap_model(model)):
+        # As .generate counts them; left to itself, a model counts padding too.
+        places["position_ids"] = (attention_mask.long().cumsum(dim=1) - 1).clamp(min=0)
+    output = model(input_ids, attention_mask=attention_mask, logits_to_keep=n_keep + 1, **places)
     targets = input_ids[:, input_ids.size(1) - n_keep :]
     logps, entropy = logps_and_entropy(output.logits[:, :-1], targets, temperature=temperature)
     aux_loss = getattr(output, "aux_loss", None)
     return Scores(logps, entropy, logps.new_zeros(()) if aux_loss is None else aux_loss)
+
+
+def takes_positions(model: nn.Module) -> bool:
+    """Whether a model's forward pass can be told each token's position; MiniMind's finds them from the mask."""
+    return "position_ids" in inspect.signature(model.forward).parameters
 
 
 def compute_per_token_logps(model: nn.Module, input_ids: Tensor, n_keep: int, attention_mask: Tensor | None = None,
@@ -82,14 +93,20 @@ def score_answers(model: nn.Module, rollout: "RolloutResult", num_generations: i
     """As `score_tokens` for the answers of a rollout, or of some of its rows.
 
     A MiniMindForCausalLM reads each prompt once for its answers and no padding, with the same value and gradient as
-    reading every row as one sequence; after an answer's end all is 0. Any other model gets whole rows.
+    reading every row as one sequence; after an answer's end all is 0. Any other model gets whole rows, without the
+    columns that are padding in all of them.
     Args: rows long [n]; None = all of them.
     """
     rows = torch.arange(len(rollout.completion_ids), device=rollout.completion_ids.device) if rows is None else rows
     width = rollout.completion_ids.size(1)
     if not isinstance(unwrap_model(model), MiniMindForCausalLM):
         mask = rollout.attention_mask[rows].long()
-        return score_tokens(model, rollout.output_ids[rows], width, mask, temperature)
+        used = mask.any(dim=0).nonzero().flatten()
+        first, kept = int(used[0]), max(int(used[-1]) + 1 - (mask.size(1) - width), 1)
+        span = slice(first, mask.size(1) - width + kept)
+        scores = score_tokens(model, rollout.output_ids[rows, span], kept, mask[:, span], temperature)
+        logps, entropy = (torch.nn.functional.pad(x, (0, width - kept)) for x in scores[:2])
+        return Scores(logps, entropy, scores.aux_loss)
     prompts, prompt_of = (rows // num_generations).unique(return_inverse=True)
     ids = rollout.output_ids[prompts * num_generations, :-width]
     mask = rollout.attention_mask[prompts * num_generations, :-width]
@@ -207,8 +224,8 @@ class TorchRolloutEngine(RolloutEngine):
 
     runs_trainers_modules = True
 
-    def __init__(self, policy_model: nn.Module, tokenizer, device="cpu", autocast_ctx=None):
-        self.policy_model, self.tokenizer, self.device = policy_model, tokenizer, device
+    def __init__(self, policy_model: nn.Module, tokenizer, device="cpu", autocast_ctx=None, use_compile: bool = False):
+        self.policy_model, self.tokenizer, self.device, self.use_compile = policy_model, tokenizer, device, use_compile
         self.autocast_ctx = autocast_ctx or contextlib.nullcontext()
 
     def update_policy(self, model: nn.Module) -> None:
@@ -247,7 +264,8 @@ class TorchRolloutEngine(RolloutEngine):
         return model.decode(
             prompt_ids, attention_mask, num_generations=num_generations, uniforms=uniforms,
             eos_token_id=self.tokenizer.eos_token_id, pad_token_id=self.tokenizer.pad_token_id,
-            logp_temperature=logp_temperature, on_token=on_token, **sampling,
+            logp_temperature=logp_temperature, on_token=on_token, compile=self.use_compile,
+            **sampling,
         )  # fmt: skip
 
     def _generate(self, model, prompt_ids, attention_mask, num_generations, keys, sampling, logp_temperature, on_token):
@@ -269,9 +287,10 @@ class TorchRolloutEngine(RolloutEngine):
         completion_ids = output_ids[:, prompt_ids.size(1) :]
         mask = mask_until_eos(completion_ids, torch.ones_like(completion_ids, dtype=torch.bool), eos)
         full_mask = torch.cat([attention_mask.repeat_interleave(num_generations, 0), mask], dim=1)
-        width = completion_ids.size(1)
+        width, at_once = completion_ids.size(1), max(1, SCORED_AT_ONCE // output_ids.size(1))
         with evaluation_mode(model):
-            logps = compute_per_token_logps(model, output_ids, width, full_mask.long(), logp_temperature)
+            logps = torch.cat([compute_per_token_logps(model, ids, width, real.long(), logp_temperature)
+                               for ids, real in zip(output_ids.split(at_once), full_mask.split(at_once), strict=True)])
         finished = ((completion_ids == eos) & mask).any(dim=1)
         return completion_ids, logps.masked_fill(~mask, 0.0), mask, finished
 
@@ -323,14 +342,15 @@ def decode_texts(tokenizer, completion_ids: Tensor, mask: Tensor) -> list[str]:
 def create_rollout_engine(engine_type: str = "torch", policy_model=None, tokenizer=None, device="cpu",
                           autocast_ctx=None, *, sglang_base_url: str = "http://localhost:8998",
                           sglang_model_path: str | None = None, sglang_shared_path: str = "./sglang_ckpt",
-                          **sglang) -> RolloutEngine:
+                          use_compile: bool = False, **sglang) -> RolloutEngine:
     """The engine that `--rollout_engine` names; an SGLang engine has checked its servers and given them the weights.
 
-    Args: sglang: keyword arguments of SGLangRolloutEngine (timeout, dtype, concurrency, wait, sync_interval, …).
+    Args: use_compile: compile the Torch engine's decoding step; sglang: keyword arguments of SGLangRolloutEngine
+        (timeout, dtype, concurrency, wait, sync_interval, …).
     Raises: ValueError for a name it does not know; what `SGLangRolloutEngine.start` raises.
     """
     if engine_type == "torch":
-        return TorchRolloutEngine(policy_model, tokenizer, device, autocast_ctx)
+        return TorchRolloutEngine(policy_model, tokenizer, device, autocast_ctx, use_compile)
     if engine_type == "sglang":
         from trainer.sglang_engine import SGLangRolloutEngine
 

@@ -171,7 +171,7 @@ def open_engine(args, policy: nn.Module, tokenizer, device: str) -> RolloutEngin
         sglang_base_url=args.sglang_base_url, sglang_model_path=args.sglang_model_path,
         sglang_shared_path=args.sglang_shared_path, dtype="bfloat16" if args.dtype == "bfloat16" else "float32",
         concurrency=args.sglang_concurrency, wait=args.sglang_wait, sync_interval=args.sync_interval,
-        recompute_logps=args.recompute_logps,
+        recompute_logps=args.recompute_logps, use_compile=bool(args.use_compile),
     )  # fmt: skip
 
 
@@ -229,12 +229,12 @@ def finish_step(run: RunState, args, done: Progress, save) -> None:
         raise HealthStop(run.log.severe)
 
 
-def adapt_kl(args, at: Progress, given: float, metrics: dict, answers: int) -> None:
+def adapt_kl(run: RunState, args, at: Progress, given: float, metrics: dict, answers: int) -> None:
     """With --kl_target, the weight of the KL from the next update on, in `at`; the one that was used is logged."""
     if args.kl_target:
-        used = given if at.kl_coef is None else at.kl_coef
-        metrics["kl_coef"] = used
-        at.kl_coef = adapt_kl_coef(used, metrics["kl"], target=args.kl_target, horizon=args.kl_horizon, n=answers)
+        metrics["kl_coef"] = run.kl_coef(given)  # within a window `at` is ahead of it
+        before = given if at.kl_coef is None else at.kl_coef
+        at.kl_coef = adapt_kl_coef(before, metrics["kl"], target=args.kl_target, horizon=args.kl_horizon, n=answers)
 
 
 def end_epoch(run: RunState) -> None:

@@ -5,6 +5,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from model.configuration import MiniMindConfig
 from model.export import minimind_config, read_json
 from trainer.distributed import Logger, unwrap_model
 from trainer.rollout_engine import compute_per_token_logps
@@ -18,7 +19,13 @@ WRONG_MODEL = 0.5  # nats: half-precision servers are within 0.1 of a float32 tr
 TELLING_APART = 1e-3  # nats between the two scales below which rounding could decide
 COMPARED = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim",
             "use_moe", "rope_theta", "inference_rope_scaling")  # fmt: skip
-REMEDY = "launch it with the folder that scripts/convert_model.py wrote from the weights being trained"
+
+
+def remedy(config) -> str:
+    """What to launch a server with that is to serve the model of this config."""
+    if isinstance(config, MiniMindConfig):
+        return "launch it with the folder that scripts/convert_model.py wrote from the weights being trained"
+    return "launch it with the folder of --hf_model"
 
 
 def check_launch_folder(folder: str | None, config, what: str) -> None:
@@ -29,11 +36,16 @@ def check_launch_folder(folder: str | None, config, what: str) -> None:
     path = Path(folder or "") / "config.json"
     if not folder or not path.is_file():
         return
-    theirs = minimind_config(read_json(path), path)
-    for name in COMPARED + (("num_experts", "moe_intermediate_size") if config.use_moe else ("intermediate_size",)):
-        if getattr(theirs, name) != getattr(config, name):
-            raise ValueError(f"{what} {folder}: its {name} is {getattr(theirs, name)}, the model being trained has "
-                             f"{getattr(config, name)}; {REMEDY}")
+    if isinstance(config, MiniMindConfig):
+        theirs = vars(minimind_config(read_json(path), path))
+        names = COMPARED + (("num_experts", "moe_intermediate_size") if config.use_moe else ("intermediate_size",))
+    else:
+        theirs = read_json(path)
+        names = [name for name in ("model_type", *COMPARED, "intermediate_size") if name in theirs]
+    for name in names:
+        if theirs[name] != getattr(config, name, theirs[name]):
+            raise ValueError(f"{what} {folder}: its {name} is {theirs[name]}, the model being trained has "
+                             f"{getattr(config, name)}; {remedy(config)}")
 
 
 def check_server(server: SGLangServer, config) -> None:
@@ -42,9 +54,12 @@ def check_server(server: SGLangServer, config) -> None:
     Raises: ValueError if it serves another architecture or other sizes.
     """
     info = server.learn()
-    kind = "qwen3_moe" if config.use_moe else "qwen3"
+    kind = config.model_type
+    if isinstance(config, MiniMindConfig):
+        kind = "qwen3_moe" if config.use_moe else "qwen3"
     if info.get("model_type") not in (None, kind):
-        raise ValueError(f"{server.url} serves a {info['model_type']}, the model being trained is a {kind}; {REMEDY}")
+        raise ValueError(f"{server.url} serves a {info['model_type']}, the model being trained is a {kind}; "
+                         f"{remedy(config)}")
     check_launch_folder(info.get("model_path"), config, f"{server.url} serves")
     Logger(f"SGLang server {server.url}: version {info.get('version', 'unknown')}, context "
            f"{server.context or 'unknown'} tokens")
@@ -73,7 +88,8 @@ def probe_server(server: SGLangServer, model: nn.Module, eos_token_id: int, vers
     if greedy > WRONG_MODEL:
         raise RuntimeError(f"{server.url}: with the trainer's weights, its log-probs of a greedy answer are "
                            f"{greedy:.3g} nats from the trainer's on average: it computes another model (other rotary "
-                           f"settings, or experts without an lm_head.weight of their own?); {REMEDY}")
+                           f"settings, or experts without an lm_head.weight of their own?); "
+                           f"{remedy(unwrap_model(model).config)}")
     ids, theirs = ask(PROBE_TEMPERATURE)
     warm, plain = (score_answer(model, prompt, ids, t) for t in (PROBE_TEMPERATURE, 1.0))
     gaps = {"sampling": (theirs - warm).abs().mean().item(), "one": (theirs - plain).abs().mean().item()}

@@ -10,6 +10,7 @@ from torch import nn
 from model.export import checked_state, expected_shapes, write_folder
 from model.model_minimind import MiniMindForCausalLM
 from trainer.distributed import unwrap_model
+from trainer.hf_model import write_hf_folder
 from trainer.lora import plain_state
 
 KEPT = 2  # versions: the one servers hold, and the one before it while they change over
@@ -36,19 +37,29 @@ class WeightVersions:
     def add(self, model: nn.Module) -> Path:
         """Write the model's weights as the next version and remove all but the last two.
 
-        Raises: ValueError for a model that is no MiniMindForCausalLM, or whose names or shapes are not those of the
-        first version, or that holds a NaN; RuntimeError if the folder cannot be written. The versions before stay.
+        Raises: ValueError for a model that is neither MiniMind's nor from --hf_model, or whose names or shapes are not
+        those of the first version, or that holds a NaN; RuntimeError if the folder cannot be written. The versions
+        before stay.
         """
         bare = unwrap_model(model)
+        if hasattr(bare, "folder_files"):
+            self._take_folder()
+            return self._keep(write_hf_folder(bare, self._next_folder(), self.dtype))
         if not isinstance(bare, MiniMindForCausalLM):
             raise ValueError(f"the policy is a {type(bare).__name__}; an SGLang server is only given the weights of a "
-                             "MiniMindForCausalLM")
+                             "MiniMindForCausalLM, or of the model in --hf_model")
         if self.shapes is None:
             self.shapes = expected_shapes(bare.config)
         state = checked_state(plain_state(bare), self.shapes, self.dtype, "the policy's weights")
         self._take_folder()
-        folder = self.shared / f"run-{self.run_id}" / f"v{self.number + 1:06d}"
-        self.folder = write_folder(folder, state, bare.config, self.dtype)
+        return self._keep(write_folder(self._next_folder(), state, bare.config, self.dtype))
+
+    def _next_folder(self) -> Path:
+        return self.shared / f"run-{self.run_id}" / f"v{self.number + 1:06d}"
+
+    def _keep(self, folder: Path) -> Path:
+        """Count this folder, just written, as the newest version."""
+        self.folder = folder
         self.number += 1
         for old in sorted(folder.parent.glob("v*"))[:-KEPT]:
             shutil.rmtree(old, ignore_errors=True)

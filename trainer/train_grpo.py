@@ -29,7 +29,7 @@ def parse_args(argv=None) -> argparse.Namespace:
     """The flags; defaults are MiniMind's where MiniMind has the flag. Exits with status 2 on a wrong one."""
     parser = FlagParser("GRPO / CISPO training of a MiniMind chat model.")
     add_start_flags(parser)
-    add_input_flags(parser)
+    add_input_flags(parser, any_model=True)
     add_rollout_flags(parser, num_generations=True)
 
     add = parser.group("reward")
@@ -72,9 +72,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from trainer.hf_model import prompt_share
 from trainer.metrics import (
-    MetricSums, StepClock, answer_metrics, clip_metrics, debug_print, group_metrics, step_line,
-    token_metrics,
+    MetricSums, StepClock, answer_metrics, clip_metrics, debug_print, group_metrics, step_line, token_metrics,
 )  # fmt: skip
 from trainer.rewards import calculate_rewards
 from trainer.rl_math import (
@@ -164,12 +164,14 @@ class Experience(NamedTuple):
 def gather_experience(run: Run, args, rollout: RolloutResult, rewards: Tensor, real: Tensor) -> Experience:
     """Advantages within each group, and the log-probs that are to be known before the update."""
     counted = real & torch.isfinite(rewards)
-    pieces = micro_batches(rollout, args.num_generations, args.micro_batch_tokens)
+    everything = torch.arange(len(rewards), device=run.device)
+    pieces = [piece for rows in everything.split(args.mini_batch_size or len(rewards))
+              for piece in micro_batches(rollout, prompt_share(args), args.micro_batch_tokens, rows)]
 
     def logps_of(model: nn.Module) -> Tensor:
         with autocast_context(run.device, args.dtype):
-            return score_all(model, rollout, args.num_generations, args.logp_temperature,
-                             scoring_pieces(rollout, args.num_generations, args, pieces))
+            return score_all(model, rollout, prompt_share(args), args.logp_temperature,
+                             scoring_pieces(rollout, prompt_share(args), args, pieces))
 
     ref_logps = None if run.reference is None else logps_of(run.reference)
     old_logps = None
@@ -184,7 +186,8 @@ def gather_experience(run: Run, args, rollout: RolloutResult, rewards: Tensor, r
     if args.advantage == "group":
         advantages = group_relative_advantages(rewards, args.num_generations)
     else:
-        advantages = group_advantages(rewards, args.num_generations, how=args.advantage, reduce_sum=all_reduce_sum)
+        advantages = group_advantages(rewards.where(real, torch.nan), args.num_generations, how=args.advantage,
+                                      reduce_sum=all_reduce_sum)
     if args.drop_flat_groups:
         counted = counted & ~flat_groups(rewards, args.num_generations).repeat_interleave(args.num_generations)
     if args.mask_truncated:
@@ -227,25 +230,26 @@ def learn(run: Run, args, experience: Experience, rows: Tensor, window: int, las
     """Backpropagate the loss of these rows as its part of a window; step the optimizer if it is the `last` there."""
     count = aggregation_count(experience.mask[rows], how=args.loss_agg, max_gen_len=args.max_gen_len)
     run.window_count += all_reduce_sum(count).item()
+    stand_in = args.batch_size * args.num_generations * args.max_gen_len
     if args.loss_agg == "sequence":
         # Turns sums over rows into means over those that count, on all ranks.
         share = global_share(torch.ones((), device=run.device), experience.counted[rows].sum()) / window
     else:
         # Divided by the whole window's count once that is known; until then by a number of its order, for float16.
-        share = rank_and_world()[1] / (len(experience.mask) * args.max_gen_len)
-    pieces = micro_batches(experience.rollout, args.num_generations, args.micro_batch_tokens, rows)
+        share = rank_and_world()[1] / stand_in
+    pieces = micro_batches(experience.rollout, prompt_share(args), args.micro_batch_tokens, rows)
     for number, piece in enumerate(pieces):
         with grad_sync(run.policy, sync=last and number + 1 == len(pieces)):
             run.scaler.scale(piece_loss(run, args, experience, piece, sums) * share).backward()
     if last:
-        apply_gradients(run, args, len(experience.mask) * args.max_gen_len, sums)
+        apply_gradients(run, args, stand_in, sums)
 
 
 def piece_loss(run: Run, args, experience: Experience, piece: Tensor, sums: MetricSums) -> Tensor:
     """The loss of some of a rollout's rows, summed as --loss_agg says; its parts are added to `sums`."""
     rollout, mask, advantages = experience.rollout, experience.mask[piece], experience.advantages[piece]
     with autocast_context(run.device, args.dtype):
-        scores = score_answers(run.policy, rollout, args.num_generations, args.logp_temperature, piece)
+        scores = score_answers(run.policy, rollout, prompt_share(args), args.logp_temperature, piece)
     logps, entropy, aux_loss = scores
     # Before the first update the policy's own log-probs are the old ones: the ratio is exactly 1.
     old_logps = logps.detach() if experience.old_logps is None else experience.old_logps[piece]
@@ -277,7 +281,7 @@ def piece_loss(run: Run, args, experience: Experience, piece: Tensor, sums: Metr
 def rescored(run: Run, args, rollout: RolloutResult, temperature: float, piece: Tensor) -> Tensor:
     """The policy's log-probs of these rows at another temperature, without gradient."""
     with autocast_context(run.device, args.dtype):
-        return score_all(run.policy, rollout, args.num_generations, temperature, [piece])[piece]
+        return score_all(run.policy, rollout, prompt_share(args), temperature, [piece])[piece]
 
 
 def policy_token_losses(args, logps: Tensor, old_logps: Tensor, advantages: Tensor, mask: Tensor, sums: MetricSums):
@@ -295,10 +299,8 @@ def policy_token_losses(args, logps: Tensor, old_logps: Tensor, advantages: Tens
 
 
 def apply_gradients(run: Run, args, divisor: float, sums: MetricSums) -> None:
-    """One optimizer step on the window's gradients; none if nothing of the window counts on any rank.
-
-    divisor: what the gradients of --loss_agg token and constant were divided by in place of the window's count.
-    """
+    """One optimizer step on the window's gradients, which --loss_agg token and constant have divided by `divisor` in
+    place of the window's count; none if nothing of the window counts on any rank."""
     count, run.window_count = run.window_count, 0.0
     if count == 0:
         clear_gradients([run.optimizer])
@@ -307,9 +309,8 @@ def apply_gradients(run: Run, args, divisor: float, sums: MetricSums) -> None:
         for parameter in run.policy.parameters():
             if parameter.grad is not None:
                 parameter.grad.mul_(divisor / count)
-    norms, taken = optimizer_step(
-        [run.policy], [run.optimizer], [run.schedule], grad_clip=args.grad_clip, scaler=run.scaler
-    )
+    norms, taken = optimizer_step([run.policy], [run.optimizer], [run.schedule], grad_clip=args.grad_clip,
+                                  scaler=run.scaler)
     sums.add("grad_norm", norms[0])
     sums.add("skipped_steps", float(not taken))
     run.skips.record(taken)
@@ -334,7 +335,7 @@ def train_epoch(run: Run, args, rows_per_step: list[int]) -> None:
             group_metrics(sums, rewards, real, args.num_generations)
             metrics = sums.reduce()
             ahead = ahead.next_step(rows, metrics["num_tokens"])
-            adapt_kl(args, ahead, args.beta, metrics, rows * args.num_generations)
+            adapt_kl(run, args, ahead, args.beta, metrics, rows * args.num_generations)
             ahead.optimizer_steps = run.progress.optimizer_steps
             log_step(run, args, ahead, metrics)
             if last:
@@ -375,12 +376,11 @@ def build_run(args, device: str) -> Run:
     resumed = roles.resumed
     if resumed:
         load_resumed_model(roles.model, resumed["model"])
-    model = torch.compile(roles.model) if args.use_compile else roles.model
-    policy = wrap_ddp(model, device)
+    policy = wrap_ddp(torch.compile(roles.model) if args.use_compile else roles.model, device)
     progress = resumed_progress(resumed, args)
     plan = planned_rows(progress, len(roles.dataset), args)
     total = progress.planned_steps + sum(steps_of(args, prompts) for prompts in plan)
-    optimizer, schedule = open_optimizer(policy, args.learning_rate, total, device, resumed)
+    optimizer, schedule = open_optimizer(policy, args.learning_rate, total, resumed)
     scaler = open_scaler(device, args.dtype, resumed)
     engine = open_engine(args, policy, roles.tokenizer, device)
     return Run(

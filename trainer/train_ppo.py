@@ -103,14 +103,16 @@ from trainer.trainer_utils import (
 class CriticModel(MiniMindForCausalLM):
     """A MiniMind body with a linear head that says what the rest of an answer will earn: values [N, W], in rewards."""
 
-    def __init__(self, config: MiniMindConfig):
+    def __init__(self, config: MiniMindConfig, norm_twice: bool = True):
         super().__init__(config)
         self.value_head = nn.Linear(config.hidden_size, 1)
+        self.norm_twice = norm_twice
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
         hidden_states = self.model(input_ids=input_ids, attention_mask=attention_mask)[0]
-        # MiniMind: the body has applied its final norm already; kept, since its critics are trained that way.
-        return self.value_head(self.model.norm(hidden_states)).squeeze(-1)
+        # MiniMind: the body has applied its final norm already; kept, since its critics are trained that way. The head
+        # of a reward model is not.
+        return self.value_head(self.model.norm(hidden_states) if self.norm_twice else hidden_states).squeeze(-1)
 
 
 class Experience(NamedTuple):
@@ -158,12 +160,10 @@ def gather_experience(run: Run, args, rollout: RolloutResult, rewards: Tensor, r
         with autocast_context(run.device, args.dtype):
             return score_all(model, rollout, 1, temperature, pieces)
 
-    old_values = torch.zeros(mask.shape, device=mask.device)
+    old_values = torch.zeros(mask.shape, device=mask.device) if first_pass is None else first_pass[1].detach()
     with autocast_context(run.device, args.dtype):
         for rows in pieces if first_pass is None else []:
             old_values[rows] = values_of(run.critic, rollout, positions, rows)
-    if first_pass is not None:
-        old_values = first_pass[1].detach()
     ref_logps = None if run.reference is None else logps_of(run.reference, args.logp_temperature)
     old_logps, gap, weights = rollout.per_token_logps, None, 1.0
     if not old_logps_known(run.engine, args):
@@ -260,17 +260,14 @@ def piece_loss(run: Run, args, experience: Experience, piece: Tensor, sums: Metr
         (logps, entropy, aux_loss), values = experience.first_pass
     else:
         (logps, entropy, aux_loss), values = read(run, args, experience.rollout, experience.positions, piece)
-    clip = {"clip_epsilon": args.clip_epsilon, "clip_epsilon_high": args.clip_epsilon_high}
-    policy_loss = masked_mean(ppo_token_loss(
-        logps, old_logps, experience.advantages[piece], mask, **clip, dual_clip=args.dual_clip
-    ), mask)  # fmt: skip
+    token_losses = ppo_token_loss(logps, old_logps, experience.advantages[piece], mask, clip_epsilon=args.clip_epsilon,
+                                  clip_epsilon_high=args.clip_epsilon_high, dual_clip=args.dual_clip)
+    policy_loss = masked_mean(token_losses, mask)
     ref_logps = None if experience.ref_logps is None else experience.ref_logps[piece]
-    reference_kl = masked_mean(kl_estimate(
-        logps, old_logps, logps.detach() if ref_logps is None else ref_logps, mask, estimator=args.kl_estimator
-    ), mask)  # fmt: skip
-    value_loss = ppo_value_loss(
-        values, experience.old_values[piece], experience.returns[piece], mask, cliprange_value=args.cliprange_value
-    )
+    token_kl = kl_estimate(logps, old_logps, logps.detach() if ref_logps is None else ref_logps, mask,
+                           estimator=args.kl_estimator)
+    value_loss = ppo_value_loss(values, experience.old_values[piece], experience.returns[piece], mask,
+                                cliprange_value=args.cliprange_value)
     sums.add("policy_loss", policy_loss, tokens)
     sums.add("aux_loss", aux_loss, tokens)
     sums.add("critic/vf_loss", value_loss, tokens)
@@ -283,7 +280,7 @@ def piece_loss(run: Run, args, experience: Experience, piece: Tensor, sums: Metr
     clip_metrics(sums, mask, token_ratios(logps.detach(), old_logps, mask), experience.advantages[piece],
                  epsilon=args.clip_epsilon, epsilon_high=args.clip_epsilon_high)
     kl_coef = run.kl_coef(args.kl_coef) if args.kl_in == "loss" else 0.0
-    loss = policy_loss + kl_coef * reference_kl + args.vf_coef * value_loss + aux_loss
+    loss = policy_loss + kl_coef * masked_mean(token_kl, mask) + args.vf_coef * value_loss + aux_loss
     if args.entropy_coef:
         loss = loss - args.entropy_coef * masked_mean(entropy, mask)
     return loss, approx_policy_kl(logps.detach(), old_logps, mask)
@@ -291,10 +288,8 @@ def piece_loss(run: Run, args, experience: Experience, piece: Tensor, sums: Metr
 
 def apply_gradients(run: Run, args, sums: MetricSums) -> None:
     """One optimizer step of actor and critic together, or of neither if a gradient is not finite."""
-    first = 0
-    if run.progress.step < args.critic_warmup_steps:  # only the critic learns, but both rates move on
-        first = 1
-        clear_gradients(run.optimizers[:1])
+    first = int(run.progress.step < args.critic_warmup_steps)  # 1: only the critic learns, but both rates move on
+    clear_gradients(run.optimizers[:first])
     norms, taken = optimizer_step([run.actor, run.critic][first:], run.optimizers[first:], run.schedules[first:],
                                   grad_clip=args.grad_clip, scaler=run.scaler)
     if first and taken:
@@ -334,7 +329,7 @@ def train_epoch(run: Run, args, rows_per_step: list[int]) -> None:
             sums.add("critic/explained_var", explained_variance(*foreseen, reduce_sum=all_reduce_sum))
             metrics = sums.reduce()
             done = run.progress.next_step(rows, metrics["num_tokens"])
-            adapt_kl(args, done, args.kl_coef, metrics, rows)
+            adapt_kl(run, args, done, args.kl_coef, metrics, rows)
             done.planned_steps += planned_optimizer_steps(args, [[rows]])
             log_step(run, args, done, metrics)
             finish_step(run, args, done, save)
@@ -372,7 +367,8 @@ def build_run(args, device: str) -> Run:
     """Load everything the run needs, cheap checks first; resumed state is loaded into it when asked for."""
     roles = load_roles(args, device, with_reference=args.kl_coef > 0)
     resumed = roles.resumed
-    critic = start_critic(CriticModel(roles.config), roles.model, resumed, args.critic_from)
+    critic = CriticModel(roles.config, norm_twice=args.critic_from == "policy")
+    critic = start_critic(critic, roles.model, resumed, args.critic_from)
     critic = critic.to(device).eval()  # dropout off, as in the actor
     if resumed:
         load_resumed_model(roles.model, resumed["model"])
@@ -381,8 +377,8 @@ def build_run(args, device: str) -> Run:
     progress = resumed_progress(resumed, args)
     plan = planned_rows(progress, len(roles.dataset), args)
     total = progress.planned_steps + planned_optimizer_steps(args, plan)
-    opened = [open_optimizer(actor, args.learning_rate, total, device, resumed),
-              open_optimizer(critic, args.critic_learning_rate, total, device, resumed, "critic_")]
+    opened = [open_optimizer(actor, args.learning_rate, total, resumed),
+              open_optimizer(critic, args.critic_learning_rate, total, resumed, "critic_")]
     optimizers, schedules = (list(pair) for pair in zip(*opened, strict=True))
     scaler = open_scaler(device, args.dtype, resumed)
     engine = open_engine(args, actor, roles.tokenizer, device)

@@ -53,10 +53,12 @@ def setup_seed(seed: int) -> None:
 
 
 def start_process(args) -> str:
-    """Threads, process group and seeds as the flags say; gives this process's device."""
+    """Threads, process group and seeds as the flags say; gives the device, and settles what depends on it."""
     if args.threads:
         torch.set_num_threads(args.threads)
     device = init_distributed_mode(args.device)
+    if getattr(args, "micro_batch_tokens", 0) is None:  # a GPU needs large products to be busy, a CPU is at its limit with small ones
+        args.micro_batch_tokens = 1024 if device == "cpu" else 8192
     setup_seed(args.seed)
     return device
 

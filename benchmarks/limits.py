@@ -1,0 +1,212 @@
+"""What the machine could do at best: the matrix products of a step alone, reading the weights once, the chip's peak.
+
+Letters: B prompts, G answers a prompt, N = B·G rows, P prompt width, H hidden size.
+"""
+
+import re
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from benchmarks.product import Product, Work
+from model.model_minimind import MOEFeedForward
+
+# Dense bfloat16 products with float32 sums, 10¹² operations a second (makers' data sheets); the first match counts.
+PEAK_TERAFLOPS = {"B200": 2250, "H200": 989, "GH200": 989, "H100 PCIe": 756, "H100": 989, "A100": 312, "L40S": 362,
+                  "L4": 121, "A10G": 70, "RTX 4090": 165, "RTX 3090": 71}  # fmt: skip
+COPY_BYTES = 1 << 27  # well above any cache
+FEW_TOKENS = 64  # up to here the way in which a product is asked for matters
+MEASURED_SECONDS, FEWEST_CALLS = 0.25, 3  # spent on each measurement
+
+
+def seconds_of(call: Callable[[], object], device: str) -> float:
+    """Median seconds of a call, after one that is not counted."""
+    call()
+    times, begun = [], time.perf_counter()
+    while len(times) < FEWEST_CALLS or time.perf_counter() - begun < MEASURED_SECONDS:
+        if device.startswith("cuda"):
+            torch.cuda.synchronize(device)
+        start = time.perf_counter()
+        call()
+        if device.startswith("cuda"):
+            torch.cuda.synchronize(device)
+        times.append(time.perf_counter() - start)
+    return statistics.median(times)
+
+
+def copy_bandwidth(device: str) -> float:
+    """Bytes a second that a copy reads and writes, both counted."""
+    source = torch.ones(COPY_BYTES // 4, device=device)
+    target = torch.empty_like(source)
+    return 2 * COPY_BYTES / seconds_of(lambda: target.copy_(source), device)
+
+
+# ---------------------------------------------------------------------------------------------- matrix products
+def matrices(model, dtype: torch.dtype, stacked: bool) -> list[tuple[Tensor, float]]:
+    """(weight, share of the tokens that it multiplies) of every matrix of the layers.
+
+    stacked: matrices with one input as one matrix (query, key and value; gate and up), which is fewer and larger
+    products.
+    """
+    groups = []
+    for layer in model.model.layers:
+        attention = layer.self_attn
+        groups.append(([attention.q_proj, attention.k_proj, attention.v_proj], 1.0))
+        groups.append(([attention.o_proj], 1.0))
+        experts = [(layer.mlp, 1.0)]
+        if isinstance(layer.mlp, MOEFeedForward):
+            config = layer.mlp.config
+            experts = [(expert, config.num_experts_per_tok / config.num_experts) for expert in layer.mlp.experts]
+            groups.append(([layer.mlp.gate], 1.0))
+        for expert, share in experts:
+            groups += [([expert.gate_proj, expert.up_proj], share), ([expert.down_proj], share)]
+    found = []
+    for linears, share in groups:
+        weights = [linear.weight.detach().to(dtype) for linear in linears]
+        found += [(torch.cat(weights), share)] if stacked else [(weight, share) for weight in weights]
+    return found
+
+
+class Products:
+    """The matrix products of a model, timed as the fastest of several ways to ask for them."""
+
+    def __init__(self, model, device: str, dtype: torch.dtype):
+        self.device, self.dtype = device, dtype
+        self.separate, self.stacked = (matrices(model, dtype, stacked) for stacked in (False, True))
+        self.head = model.lm_head.weight.detach().to(dtype)
+        self.weight_bytes = sum(weight.nbytes for weight, _ in self.separate) + self.head.nbytes
+
+    def plain_seconds(self, tokens: int, predictions: int) -> float:
+        """Of all products on `tokens` tokens and of the head's on `predictions` of them, asked for as the model does:
+        one F.linear a matrix."""
+        return self._seconds(self.separate, tokens, predictions, F.linear)
+
+    def seconds(self, tokens: int, predictions: int) -> float:
+        """The same; for few tokens the fastest of plain, stacked, and either with the factors in the other order."""
+        ways = [(self.separate, F.linear)]
+        if tokens <= FEW_TOKENS:
+            ways = [(form, product) for form in (self.separate, self.stacked) for product in (F.linear, turned_linear)]
+        return min(self._seconds(form, tokens, predictions, product) for form, product in ways)
+
+    @torch.no_grad()
+    def _seconds(self, form: list[tuple[Tensor, float]], tokens: int, predictions: int, product: Callable) -> float:
+        pairs = [(weight, max(1, round(share * tokens))) for weight, share in form]
+        if predictions:
+            pairs.append((self.head, predictions))
+        shapes = {(rows, weight.shape[1]) for weight, rows in pairs}
+        inputs = {shape: torch.randn(shape, device=self.device).to(self.dtype) for shape in shapes}
+
+        def all_products():
+            for weight, rows in pairs:
+                product(inputs[rows, weight.shape[1]], weight)
+
+        return seconds_of(all_products, self.device)
+
+
+def turned_linear(x: Tensor, weight: Tensor) -> Tensor:
+    """F.linear(x, weight) transposed: on a CPU and for 2 to 8 rows several times as fast."""
+    return weight @ x.t()
+
+
+def running_rows(lengths: list[int]) -> list[int]:
+    """How many rows go through the model at each token step: an answer of L tokens takes L - 1, the prompt gave one."""
+    return [sum(length > step for length in lengths) for step in range(1, max(lengths))]
+
+
+def interpolate(points: dict[int, float], x: int) -> float:
+    """Linear between the measured points."""
+    below, above = max(p for p in points if p <= x), min(p for p in points if p >= x)
+    if below == above:
+        return points[below]
+    return points[below] + (points[above] - points[below]) * (x - below) / (above - below)
+
+
+def measured_rows(most: int) -> list[int]:
+    """1, 2, 4 … and the most: where a token step is measured."""
+    return sorted({1, most, *(2**k for k in range(1, most.bit_length()) if 2**k < most)})
+
+
+def passes_of(product: Product, work: Work) -> tuple[int, int, int]:
+    """(passes over the rollout with a gradient; forward passes that old log-probs need beside them; the same for old
+    values). Where one minibatch holds the rollout, its first pass gives all that is to be known before it."""
+    if product.algo == "grpo":
+        return 1, 0, 0
+    apart = int(len(work.lengths) > work.args.mini_batch_size)
+    # decoding's log-probs are those of a forward pass in float32 alone
+    return work.args.ppo_update_iters, apart if work.args.dtype != "float32" else 0, apart
+
+
+def machine_limits(product: Product, work: Work) -> dict:
+    """Seconds that the step's matrix products take alone, on every real token once, and what reading weights takes."""
+    args, device = work.args, product.device
+    products = Products(product.models[0], device, getattr(torch, args.dtype))
+    prompt_tokens, answer_tokens = args.batch_size * args.max_seq_len, sum(work.lengths)
+    running = running_rows(work.lengths)
+    points = {rows: products.seconds(rows, rows) for rows in measured_rows(len(work.lengths))}
+    plain = products.plain_seconds(len(work.lengths), len(work.lengths))
+    prefill = products.seconds(prompt_tokens, args.batch_size)
+    forward = products.seconds(prompt_tokens + answer_tokens, answer_tokens)
+    updates, old_passes, value_passes = passes_of(product, work)
+    critic = products.seconds(prompt_tokens + answer_tokens, 0) if product.algo == "ppo" else 0.0
+    bandwidth = copy_bandwidth(device)
+    parts = {"decode": prefill + sum(interpolate(points, rows) for rows in running),
+             "old log-probs": old_passes * forward, "reference": forward, "values": value_passes * critic,
+             "forward": updates * (forward + critic)}  # fmt: skip
+    parts["backward"] = 2 * parts["forward"]
+    return {"phases": {**parts, "step": sum(parts.values())}, "token_step": points, "plain_token_step": plain,
+            "copy_bandwidth": bandwidth, "weight_bytes": products.weight_bytes,
+            "weights_read": products.weight_bytes / bandwidth}
+
+
+@torch.no_grad()
+def attention_seconds(product: Product, rows: int, columns: int) -> float:
+    """Of the attention of all layers for one token step: `rows` rows that look back on `columns` cached columns."""
+    config, dtype = product.run.config, getattr(torch, product.args.dtype)
+    shared = config.num_attention_heads // config.num_key_value_heads
+    cache = [torch.randn(2, rows, config.num_key_value_heads, columns, config.head_dim, device=product.device).to(dtype)
+             for _ in range(config.num_hidden_layers)]  # fmt: skip
+    query = torch.randn(rows, config.num_key_value_heads, shared, config.head_dim, device=product.device).to(dtype)
+
+    def all_layers():
+        for k, v in cache:
+            F.scaled_dot_product_attention(query, k, v)
+
+    return seconds_of(all_layers, product.device)
+
+
+# ---------------------------------------------------------------------------------------------- operations
+def forward_flops(model, tokens: int, predictions: int, pairs: int) -> float:
+    """Of one forward pass: two a weight and token, and attention's over `pairs` of tokens that see each other."""
+    config = model.config
+    layers = sum(2 * share * weight.numel() * tokens for weight, share in matrices(model, torch.float32, False))
+    head = 2 * predictions * config.hidden_size * config.vocab_size
+    return layers + head + 4 * pairs * config.num_attention_heads * config.head_dim * config.num_hidden_layers
+
+
+def step_flops(product: Product, work: Work) -> float:
+    """Operations that the step needs, each prompt read once for its answers in decoding, reference and update."""
+    prompt, model = work.args.max_seq_len, product.models[0]
+    tokens, answers = work.args.batch_size * prompt + sum(work.lengths), sum(work.lengths)
+    pairs = work.args.batch_size * prompt * (prompt + 1) // 2 + sum(
+        length * prompt + length * (length + 1) // 2 for length in work.lengths
+    )
+    updates, old_passes, value_passes = passes_of(product, work)
+    whole = forward_flops(model, tokens, answers, pairs)
+    critic = forward_flops(model, tokens, 0, pairs) if product.algo == "ppo" else 0.0
+    # decoding, reference, old log-probs; old values; a backward pass is two forward passes
+    return (2 + old_passes) * whole + value_passes * critic + 3 * updates * (whole + critic)
+
+
+def peak_flops(device: str) -> tuple[str, float | None]:
+    """(name of the device, its operations a second in bfloat16, None where unknown)."""
+    if not device.startswith("cuda"):
+        return "CPU", None
+    name = torch.cuda.get_device_name(device)
+    for known, teraflops in PEAK_TERAFLOPS.items():
+        if re.search(rf"\b{known}\b", name):
+            return name, teraflops * 1e12
+    return name, None
