@@ -21,7 +21,7 @@ from trainer.arguments import REPO_ROOT
 from trainer.distributed import unwrap_model
 from trainer.loading import load_tokenizer
 from trainer.rl_math import group_relative_advantages
-from trainer.rollout_engine import TorchRolloutEngine, compute_per_token_logps, score_answers
+from trainer.rollout_engine import RolloutResult, TorchRolloutEngine, compute_per_token_logps, score_answers
 from trainer.sglang_checks import check_launch_folder
 from trainer.sglang_weights import WeightVersions
 
@@ -105,9 +105,10 @@ BOTH = pytest.mark.parametrize("name", ["qwen", "llama"])
 @BOTH
 def test_two_steps_train_it_and_the_folder_loads_with_the_trained_weights(name, flags_of, folders, tmp_path):
     state = run(flags_of(name, eval_data_path=tmp_path / "prompts.jsonl", eval_prompts=4, sample_interval=1,
-                         keep_best=1))  # fmt: skip
+                         keep_best=1, micro_batch_tokens=0))  # fmt: skip
     lines = [line for line in small.metrics_lines(tmp_path / "run") if "kl" in line]
-    assert [line["kl"] == 0 for line in lines] == [True, False]
+    # nothing but rounding at first: with and without gradient a model may take other kernels
+    assert lines[0]["kl"] < 1e-9 < lines[1]["kl"]
     assert any("eval/kl" in line for line in small.metrics_lines(tmp_path / "run"))
     saved, before = tmp_path / "out" / "grpo-hf", weights_of(folders[name])
     assert (tmp_path / "run" / "samples.jsonl").is_file() and (tmp_path / "out" / "grpo_best-hf").is_dir()
@@ -183,7 +184,8 @@ def test_resume_is_exact_and_a_moved_folder_is_no_obstacle(name, flags_of, tmp_p
 def test_lora_trains_adapters_alone_and_saves_them_merged(name, flags_of, folders, tmp_path):
     state = run(flags_of(name, lora_rank=2, gradient_checkpointing=1))
     lines = [line for line in small.metrics_lines(tmp_path / "run") if "kl" in line]
-    assert [line["kl"] == 0 for line in lines] == [True, False]
+    # nothing but rounding at first: with and without gradient a model may take other kernels
+    assert lines[0]["kl"] < 1e-9 < lines[1]["kl"]
     assert all(p.requires_grad == ("lora_" in key) for key, p in unwrap_model(state.policy).named_parameters())
     before, after = weights_of(folders[name]), weights_of(tmp_path / "out" / "grpo-hf")
     assert before.keys() == after.keys()
@@ -256,8 +258,11 @@ def test_a_short_piece_is_read_without_its_padding(folders):
     ids = torch.arange(40, 60)[None].repeat(2, 1)
     mask = torch.ones_like(ids)
     mask[1, :15] = 0
-    rollout = TorchRolloutEngine(model, tokenizer).rollout(ids, mask, 1, 8, 1.0, prompt_keys=[(1,), (2,)])
-    width = rollout.completion_ids.size(1)
+    answers, width = torch.arange(60, 76).view(2, 8), 8
+    counted = torch.ones(2, 8, dtype=torch.bool)
+    everything, full_mask = torch.cat([ids, answers], dim=1), torch.cat([mask.bool(), counted], dim=1)
+    rollout = RolloutResult(everything, answers, torch.zeros(2, 8), ["", ""], torch.full((2,), 20), counted, full_mask,
+                            torch.tensor([False, True]))
     rollout.completion_mask[1, 3:] = rollout.attention_mask[1, 23:] = False
     read = []
     forward = model.forward

@@ -126,7 +126,7 @@ def test_loader_of_a_last_step_that_does_not_divide():
 # ---------------------------------------------------------------------------------------------- flags on resume
 def flags(**changes):
     return argparse.Namespace(**{"seed": 42, "data_path": "a.jsonl", "hidden_size": 64, "num_hidden_layers": 2,
-                                 "use_moe": 0, "skip_bad_rows": 0, "lora_rank": 0,
+                                 "use_moe": 0, "skip_bad_rows": 0, "lora_rank": 0, "critic_from": "policy",
                                  "learning_rate": 1e-4, "batch_size": 2,
                                  "save_interval": 10, "epochs": 1, **changes})  # fmt: skip
 

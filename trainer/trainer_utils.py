@@ -57,7 +57,8 @@ def start_process(args) -> str:
     if args.threads:
         torch.set_num_threads(args.threads)
     device = init_distributed_mode(args.device)
-    if getattr(args, "micro_batch_tokens", 0) is None:  # a GPU needs large products to be busy, a CPU is at its limit with small ones
+    # a GPU needs large products to be busy, a CPU is at its limit with small ones
+    if getattr(args, "micro_batch_tokens", 0) is None:
         args.micro_batch_tokens = 1024 if device == "cpu" else 8192
     setup_seed(args.seed)
     return device
