@@ -9,6 +9,7 @@ forgets what was said. From a pipe, each line is a turn. Sizes are read off the 
 """
 
 import argparse
+import contextlib
 import os
 import sys
 from pathlib import Path
@@ -150,9 +151,9 @@ class Chat:
 
     def ask(self, words: str) -> bool:
         """Show the answer; False if Ctrl-C stopped it. What was said up to then is remembered, its thinking is not."""
-        self.turns = self.turns[len(self.turns) - min(len(self.turns), 2 * self.args.history) :]
-        self.turns.append({"role": "user", "content": words})
-        ids = conversation_ids(self.tokenizer, self.args.system, self.turns, self.limit, bool(self.args.open_thinking))
+        kept = self.turns[len(self.turns) - min(len(self.turns), 2 * self.args.history) :]
+        turns = [*kept, {"role": "user", "content": words}]
+        ids = conversation_ids(self.tokenizer, self.args.system, turns, self.limit, bool(self.args.open_thinking))
         whole = True
         try:
             self.screen.begin(thinking=bool(self.args.open_thinking))
@@ -166,7 +167,7 @@ class Chat:
         self.screen.end()
         said, thought = self.screen.text, self.args.open_thinking or self.screen.text.lstrip().startswith(THINK_OPEN)
         answer = "" if thought and THINK_CLOSE not in said else answer_part(said)
-        self.turns.append({"role": "assistant", "content": answer})
+        self.turns = [*turns, {"role": "assistant", "content": answer}]
         return whole
 
 
@@ -176,7 +177,8 @@ def talk(chat: Chat, lines) -> None:
         if line.strip() == "/new":
             chat.turns.clear()
         elif line.strip():
-            chat.ask(line.strip())
+            with contextlib.suppress(KeyboardInterrupt):  # pressed as the answer ended: the talk goes on
+                chat.ask(line.strip())
 
 
 def typed_lines():

@@ -109,8 +109,9 @@ def test_peak_memory_is_measured_in_processes_of_their_own():
     peaks = memory.peaks_on_cpu(args, ["textbook"])
     if peaks is None:
         pytest.skip("needs Linux's /proc")
-    # logits and log-softmax of 4 rows x 84 positions in float32 are 2 x 8.6 MB, and the gradients as much again
-    assert 17e6 < peaks["textbook"] < 500e6
+    # Logits and log-softmax of 4 rows x 84 positions in float32 are 2 x 8.6 MB, and their gradients as much again; the
+    # process as a whole holds several times the upper bound.
+    assert 17e6 < peaks["textbook"] < 150e6
     lines = report.memory_lines({"bytes": {"textbook": 200 << 20, "this project": 50 << 20}, "how": "so"})
     assert "textbook 200 MiB, this project 50 MiB (25%)" in lines[0] and "so" in lines[1]
 

@@ -176,6 +176,16 @@ def test_ctrl_c_stops_the_answer_and_not_the_talk(tokenizer):
     assert talked.ask("3?") and talked.screen.out.getvalue().endswith("Fine.\n")
 
 
+def test_ctrl_c_as_an_answer_ends_leaves_whole_turns(tokenizer, monkeypatch):
+    talked = conversation(tokenizer, "a", "b", "c")
+    talk(talked, ["1"])
+    with monkeypatch.context() as patch:
+        patch.setattr(talked.screen, "end", lambda: (_ for _ in ()).throw(KeyboardInterrupt))
+        talk(talked, ["2"])
+    talk(talked, ["3"])
+    assert [message["content"] for message in talked.model.asked[-1][0]] == ["1", "a", "3"]
+
+
 def test_new_tokens_must_leave_room(tokenizer):
     with pytest.raises(ValueError, match="--max_new_tokens 600 fills the model's 600 positions"):
         conversation(tokenizer, max_new_tokens=600)
@@ -258,7 +268,10 @@ def read_until(terminal: int, mark: bytes) -> bytes:
     shown = b""
     while mark not in shown:
         assert select.select([terminal], [], [], 60)[0], shown
-        shown += os.read(terminal, 4096)
+        try:
+            shown += os.read(terminal, 4096)
+        except OSError as error:
+            raise AssertionError(f"the process ended; it showed {shown.decode()}") from error
     return shown
 
 

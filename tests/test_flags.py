@@ -227,7 +227,7 @@ def test_no_flag_does_nothing(script, monkeypatch):
     """Each is read somewhere, outside the other script and outside the lists of names; --starter acts while parsing."""
     other = "train_ppo.py" if script == "grpo" else "train_grpo.py"
     sources = [path.read_text(encoding="utf-8") for path in (REPO_ROOT / "trainer").glob("*.py") if path.name != other]
-    read = r'\bargs\.(\w+)|(?:vars\((?:self\.)?args\)|flags)\.get\("(\w+)"|getattr\(args, "(\w+)"'
+    read = r'\bargs\.(\w+)|(?:vars\((?:self\.)?args\)|flags)\.get\("(\w+)"|\bflags\["(\w+)"\]|getattr\(args, "(\w+)"'
     reads = re.findall(read, " ".join(sources))
     used = {name for names in reads for name in names}
     assert set(actions(script, monkeypatch)) - used == {"starter"}

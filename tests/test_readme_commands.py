@@ -105,7 +105,7 @@ def gym_stand_in():
     """The stand-in of test_examples.py, whose one task now goes by every name."""
     module = reasoning_gym_stand_in()
     make = module.create_dataset
-    module.create_dataset = lambda name, size, seed: make("sum", size, seed)
+    module.create_dataset = lambda name, size, seed, **settings: make("sum", size, seed)
     return module
 
 
@@ -163,9 +163,9 @@ def check_what_they_left(clone: Path, printed) -> None:
             assert list(clone.glob(name.replace("TIME", "*"))), name
     assert {"curves.html", "compared.html", "eval.json"} <= {path.name for path in clone.iterdir()}
     assert printed.out.count("<think>\n") >= 2  # both chats answered
-    (brief,), (tasks,) = (list(clone.glob(f"out/runs/{name}-*/metrics.jsonl")) for name in ("brief", "tasks"))
-    steps = [row for row in map(json.loads, brief.read_text().splitlines()) if "reward" in row]
-    assert all(-1 <= row["rewards/brief/mean"] <= 1 for row in steps) and len(steps) == 2
+    (own,), (tasks,) = (list(clone.glob(f"out/runs/{name}-*/metrics.jsonl")) for name in ("working", "tasks"))
+    steps = [row for row in map(json.loads, own.read_text().splitlines()) if "reward" in row]
+    assert all("rewards/working/mean" in row and row["rewards/rm/mean"] == 0 for row in steps) and len(steps) == 2
     steps = [row for row in map(json.loads, tasks.read_text().splitlines()) if "reward" in row]
     assert [row["step"] for row in steps] == [1, 2, 3]  # the third after the resume, in the same file
     assert all("rewards/task_score/mean" in row for row in steps)
@@ -174,8 +174,8 @@ def check_what_they_left(clone: Path, printed) -> None:
 def test_the_reward_function_does_what_it_says():
     names = {}
     exec(compile(block("python"), "my_reward.py", "exec"), names)
-    scores = names["brief"](["", "x" * 25, "x" * 300, "x", "x"], ["1", "1", "1", "", "1"], [True] * 4 + [False])
-    assert scores == [1.0, 0.75, 0.0, None, -1.0]
+    responses = ["9-1-8=0", "Ones: 2+0=2. Tens: 1+3=5.</think>The answer is 52.", "12=12", "4+4=9", ""]
+    assert names["working"](responses) == [1.0, 0.5, None, 0.0, None]
 
 
 def test_the_lists_of_what_is_not_run_are_up_to_date():

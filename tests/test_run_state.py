@@ -124,7 +124,7 @@ def test_finish_step_does_what_is_due():
 
 def small_run(progress=None, plan=None, before=None):
     return SimpleNamespace(progress=progress or Progress(), plan=[[2, 2]] if plan is None else plan, before=before,
-                           log=Recorder(), engine=Recorder(),
+                           log=Recorder(), engine=Recorder(), sampler=None,
                            evaluator=Recorder(measure={"fresh": 1}), config=SimpleNamespace(
                            hidden_size=8, use_moe=False), interrupts=run_state.Interrupts())  # fmt: skip
 

@@ -56,7 +56,7 @@ def test_a_reference_that_is_not_the_policy_is_found_only_at_the_start(run_and_a
 @pytest.mark.parametrize("score", [float("nan"), float("inf")])
 def test_a_reward_that_is_not_finite_is_found(run_and_args, monkeypatch, score):
     monkeypatch.setattr(self_check, "calculate_rewards", lambda *_, **__: torch.tensor([score]))
-    with pytest.raises(RuntimeError, match="no finite score"):
+    with pytest.raises(RuntimeError, match="expected a finite number"):
         self_check.self_check(*run_and_args)
 
 

@@ -121,7 +121,7 @@ def test_an_evaluation_asks_for_withheld_weights_first(name, weights, tmp_path):
             return super().rollout(*args, **kwargs)
 
     heldout = small.write_prompts(tmp_path / "heldout.jsonl", 2)
-    first_gradient(name, weights, tmp_path, Withholding, eval_data_path=heldout)
+    first_gradient(name, weights, tmp_path, Withholding, eval_data_path=heldout, sample_interval=0)
     answers = (len(order) - 3) // 2
     assert answers > 0 and order == ["sync", *["rollout"] * (answers + 1), "sync", *["rollout"] * answers]
 

@@ -19,7 +19,7 @@ from trainer.checkpoints import lm_checkpoint, load_weights, missing_weights_mes
 from trainer.distributed import Logger, rank_and_world
 from trainer.hf_model import checkpoint_layers, fit_hf_config, load_hf_model, read_hf_config
 from trainer.lora import AdapterOff, add_lora, plain_state
-from trainer.reward_plugins import needs_reward_model
+from trainer.reward_plugins import needs_reward_model, reward_settings
 from trainer.reward_model import LMForRewardModel, check_reward_model_path
 
 # A resumed run with another of these would not be the same run: prompts would come twice, or sizes not fit.
@@ -206,7 +206,11 @@ def check_inputs(args, config: MiniMindConfig) -> None:
     if args.eval_data_path and not Path(args.eval_data_path).is_file():
         raise FileNotFoundError(f"held-out data {args.eval_data_path} not found: name a JSONL file with "
                                 "--eval_data_path, or leave the flag out")
-    if args.reward_model_path != "none":
+    reward_settings(args)  # a file of own functions that cannot be used
+    if args.keep_best and not (args.eval_data_path and args.eval_prompts):
+        raise ValueError("--keep_best 1 keeps what evaluates best, but there is no evaluation: name held-out prompts "
+                         "with --eval_data_path and --eval_prompts, or leave it out")
+    if args.reward_model_path != "none" and needs_reward_model(args):
         check_reward_model_path(args.reward_model_path, trust_remote_code=bool(args.trust_remote_code))
 
 

@@ -260,6 +260,8 @@ def train_until_done(run: RunState, args, train_epoch, save, *, curves: list[str
             return dry_run(run, args, train_epoch)
         if run.progress.step == 0 and run.before is None:
             run.before = evaluate(run, step=0)
+            if run.sampler is not None:
+                run.sampler.take(0)
         for rows_per_step in run.plan:
             train_epoch(run, args, rows_per_step)
         with run.interrupts.deferred():

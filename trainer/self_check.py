@@ -50,10 +50,11 @@ def self_check(run, args) -> None:
                                f"differ by {gap:.3g} nats; expected exactly 0 (--self_check 0 goes on all the same)")
         checks.append("KL(policy || reference) is 0")
     reward = calculate_rewards([row["prompt"]], rollout.completions, run.reward_model, messages=[row["messages"]],
-                               answers=[row["answer"]], answer_reward=args.answer_reward)
+                               answers=[row["answer"]], metadata=[row["metadata"]], finished=rollout.finished,
+                               **run.rewards)
     if not torch.isfinite(reward).all():
-        raise RuntimeError(f"self-check: the reward of a probe answer is {reward.item()}; the reward model gives no "
-                           "finite score: check --reward_model_path (--self_check 0 goes on all the same)")
+        raise RuntimeError(f"self-check: the reward of a probe answer is {reward.item()}; expected a finite number: "
+                           "check --reward_model_path and --reward_fn (--self_check 0 goes on all the same)")
     checks.append(f"reward of a probe answer is {reward.item():.2f}")
     Logger(f"self-check: {'; '.join(checks)}")
 
