@@ -13,13 +13,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.product import Product, Work
+from model.decode_step import pack, times
 from model.model_minimind import MOEFeedForward
 
 # Dense bfloat16 products with float32 sums, 10¹² operations a second (makers' data sheets); the first match counts.
 PEAK_TERAFLOPS = {"B200": 2250, "H200": 989, "GH200": 989, "H100 PCIe": 756, "H100": 989, "A100": 312, "L40S": 362,
                   "L4": 121, "A10G": 70, "RTX 4090": 165, "RTX 3090": 71}  # fmt: skip
 COPY_BYTES = 1 << 27  # well above any cache
-FEW_TOKENS = 64  # up to here the way in which a product is asked for matters
+FEW_TOKENS = 256  # up to here the way in which a product is asked for matters
 MEASURED_SECONDS, FEWEST_CALLS = 0.25, 3  # spent on each measurement
 
 
@@ -78,6 +79,7 @@ class Products:
         self.device, self.dtype = device, dtype
         self.separate, self.stacked = (matrices(model, dtype, stacked) for stacked in (False, True))
         self.head = model.lm_head.weight.detach().to(dtype)
+        self.packed, self.packed_head = [(pack(weight), share) for weight, share in self.stacked], pack(self.head)
         self.weight_bytes = sum(weight.nbytes for weight, _ in self.separate) + self.head.nbytes
 
     def plain_seconds(self, tokens: int, predictions: int) -> float:
@@ -86,17 +88,19 @@ class Products:
         return self._seconds(self.separate, tokens, predictions, F.linear)
 
     def seconds(self, tokens: int, predictions: int) -> float:
-        """The same; for few tokens the fastest of plain, stacked, and either with the factors in the other order."""
+        """The same; for few tokens the fastest of plain, stacked, either with the factors in the other order, and
+        stacked with weights in the kernels' own order."""
         ways = [(self.separate, F.linear)]
         if tokens <= FEW_TOKENS:
             ways = [(form, product) for form in (self.separate, self.stacked) for product in (F.linear, turned_linear)]
+            ways.append((self.packed, times))
         return min(self._seconds(form, tokens, predictions, product) for form, product in ways)
 
     @torch.no_grad()
     def _seconds(self, form: list[tuple[Tensor, float]], tokens: int, predictions: int, product: Callable) -> float:
         pairs = [(weight, max(1, round(share * tokens))) for weight, share in form]
         if predictions:
-            pairs.append((self.head, predictions))
+            pairs.append((self.packed_head if form is self.packed else self.head, predictions))
         shapes = {(rows, weight.shape[1]) for weight, rows in pairs}
         inputs = {shape: torch.randn(shape, device=self.device).to(self.dtype) for shape in shapes}
 

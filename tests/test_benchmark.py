@@ -286,7 +286,9 @@ def test_products_are_those_of_the_model(monkeypatch):
     model = MiniMindForCausalLM(MiniMindConfig(32, 1, vocab_size=50))
     products, seen = limits.Products(model, "cpu", torch.float32), []
     monkeypatch.setattr(limits, "seconds_of", lambda call, device: call() or 1.0)
-    for form, product in ((products.separate, limits.F.linear), (products.stacked, limits.turned_linear)):
+    ways = ((products.separate, limits.F.linear), (products.stacked, limits.turned_linear))
+    ways += ((products.packed, limits.times),)
+    for form, product in ways:
 
         def noted(x, weight, product=product):
             out = product(x, weight)

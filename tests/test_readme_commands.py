@@ -32,8 +32,6 @@ TINY = {
     "eval_rlhf.py": "--max_prompts 2 --samples 2 --max_gen_len 8",
     "chat.py": "--max_new_tokens 8",
     "reasoning_gym_tasks.py": "--size 2 --heldout 2",
-    "benchmark.py": "--hidden_size 64 --num_hidden_layers 1 --batch_size 1 --num_generations 2 --prompt_len 32 "
-                    "--max_gen_len 8 --repeats 1 --memory 0 --threads 1",
 }  # fmt: skip
 
 # Commands that hold these words are not run, for the reason given.
@@ -48,6 +46,7 @@ PARSED_ONLY = {
     "torchrun --nproc_per_node 2": "test_launch.py runs it, on two processes",
     "--rollout_engine sglang": "needs a server; test_scripts_on_sglang.py runs both scripts on a stand-in",
     "scripts/ablate.py": "starts six runs, a process each; test_ablate.py runs it",
+    "scripts/benchmark.py": "measures the machine for seconds; test_benchmark.py runs it",
     "scripts/make_starter.py": "takes minutes and rewrites the starter; test_starter.py makes it in parts",
     "scripts/train_tokenizer.py": "rewrites model/tokenizer.json; test_starter.py trains one elsewhere",
 }
