@@ -22,77 +22,91 @@ def fill_holes(x: Tensor, holes: Tensor, fillers: Tensor, left: int) -> Tensor:
 
 
 class RunningCache:
-    """What both caches below share: one [n, heads, slots, D] tensor of keys and one of values a layer."""
+    """What both caches below share: a [2, n, heads, slots, D] tensor a layer, keys and then values."""
 
-    def __init__(self, keys: list[Tensor], values: list[Tensor], filled: int):
-        self.keys, self.values, self.filled = keys, values, filled
-        self.slot = torch.full((1,), filled - 1, device=keys[0].device)  # where the token being read goes
+    def __init__(self, store: list[Tensor], filled: int):
+        self.store, self.filled = store, filled
 
     def next_slot(self) -> None:
         """Go on to the next token of every row."""
         self.filled += 1
-        self.slot.add_(1)
 
-    def write(self, layer: int, k: Tensor, v: Tensor) -> None:
-        """Store k, v [n, heads, D] of the tokens being read."""
-        self.keys[layer].index_copy_(2, self.slot, k[:, :, None])
-        self.values[layer].index_copy_(2, self.slot, v[:, :, None])
+    def write(self, layer: int, kv: Tensor) -> None:
+        """Store the keys and values [2, n, heads, D] of the tokens being read."""
+        self.store[layer][:, :, :, self.filled - 1] = kv
 
     def keep_rows(self, holes: Tensor, fillers: Tensor, left: int) -> None:
         """Go on with `left` rows; see fill_holes."""
-        for store in (self.keys, self.values):
-            for layer, old in enumerate(store):
-                fill_holes(old[:, :, : self.filled], holes, fillers, left)
-                store[layer] = old[:left]
+        for layer, old in enumerate(self.store):
+            for half in old:
+                fill_holes(half[:, :, : self.filled], holes, fillers, left)
+            self.store[layer] = old[:, :left]
 
 
 class RowCache(RunningCache):
     """Every row holds its prompt and its answer. Prompts end at the same slot, so all rows write to one place."""
 
-    def __init__(self, prompts: KVCache, copies: int, room: int, static: bool = False):
-        """static: attention goes over all slots, the empty ones hidden, so that shapes do not change from step to step
-        and nothing but tensors does: what a compiled step and a CUDA graph need."""
+    def __init__(self, prompts: KVCache, copies: int, room: int, spare: int = 0, static: bool = False):
+        """spare: so many rows that belong to no prompt are added; static: attention goes over all slots, the empty ones
+        hidden, so that shapes do not change from step to step and nothing but tensors does: what a compiled step and a
+        CUDA graph need."""
         longest = prompts.filled
         slots = longest + room
         start = longest - prompts.lengths
         source = (torch.arange(longest, device=start.device) - start[:, None]).clamp(min=0)
-        super().__init__(
-            [self._moved(old, source, copies, slots) for old in prompts.keys],
-            [self._moved(old, source, copies, slots) for old in prompts.values],
-            longest,
-        )
+        store = [self._moved(both, source, copies, slots) for both in zip(prompts.keys, prompts.values)]
+        store = [F.pad(both, (0, 0, 0, 0, 0, 0, 0, spare)) for both in store] if spare else store
+        super().__init__(store, longest)
         self.slots, self.static, self.bias = slots, static, None
+        self.slot = torch.full((1,), longest - 1, device=start.device)  # where the token being read goes
+        # fused attention takes twice as long as its products for a single float32 token on the CPU
+        self.fused = static or store[0].is_cuda or store[0].dtype != torch.float32
         if static or not prompts.aligned:
             columns = torch.arange(slots, device=start.device)
             hidden = columns < start[:, None]
             if static:
                 hidden = hidden | (columns >= longest)
-            bias = self.keys[0].new_zeros(hidden.shape).masked_fill(hidden, -math.inf)
-            self.bias = bias[:, None, None].repeat_interleave(copies, dim=0)
+            bias = store[0].new_zeros(hidden.shape).masked_fill(hidden, -math.inf)
+            bias = bias.repeat_interleave(copies, dim=0)
+            self.bias = F.pad(bias, (0, 0, 0, spare))[:, None, None]
 
     @staticmethod
-    def _moved(old: Tensor, source: Tensor, copies: int, slots: int) -> Tensor:
+    def _moved(both: tuple[Tensor, Tensor], source: Tensor, copies: int, slots: int) -> Tensor:
         """Each prompt `copies` times, in the columns up to its end; all slots hold numbers, because attention
         multiplies those it may not see by 0, and 0 · NaN is NaN."""
-        right = torch.take_along_dim(old[:, :, : source.shape[1]], source[:, None, :, None], dim=2)
-        new = old.new_zeros(old.shape[0], copies, old.shape[1], slots, old.shape[3])
-        new[:, :, :, : source.shape[1]] = right[:, None]
-        return new.flatten(0, 1)
+        b, heads, _, size = both[0].shape
+        new = both[0].new_zeros(2, b, copies, heads, slots, size)
+        for half, old in zip(new, both):
+            right = torch.take_along_dim(old[:, :, : source.shape[1]], source[:, None, :, None], dim=2)
+            half[:, :, :, : source.shape[1]] = right[:, None]
+        return new.flatten(1, 2)
 
     def next_slot(self) -> None:
         super().next_slot()
         if self.static:
+            self.slot.add_(1)
             self.bias.index_fill_(3, self.slot, 0.0)
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Attention output [n, queries·heads·D] of q [n, queries·heads, D]; k, v [n, heads, D] are stored."""
-        self.write(layer, k, v)
+    def write(self, layer: int, kv: Tensor) -> None:
+        if self.static:
+            self.store[layer].index_copy_(3, self.slot, kv[:, :, :, None])
+        else:
+            super().write(layer, kv)
+
+    def attend(self, layer: int, q: Tensor, kv: Tensor) -> Tensor:
+        """Attention output [n, queries·heads·D] of scaled q [n, queries·heads, D]; kv [2, n, heads, D] is stored."""
+        self.write(layer, kv)
         end = self.slots if self.static else self.filled
-        keys, values = self.keys[layer][:, :, :end], self.values[layer][:, :, :end]
+        keys, values = self.store[layer][:, :, :, :end]
         bias = None if self.bias is None else self.bias[..., :end]
         # the query heads of one key/value head become the columns of one query: nothing is repeated
-        q = q.unflatten(1, (k.shape[1], -1))
-        return F.scaled_dot_product_attention(q, keys, values, attn_mask=bias).reshape(len(q), -1)
+        q = q.unflatten(1, (kv.shape[2], -1))
+        if self.fused:
+            return F.scaled_dot_product_attention(q, keys, values, attn_mask=bias, scale=1.0).reshape(len(q), -1)
+        scores = q @ keys.transpose(2, 3)
+        if bias is not None:
+            scores += bias
+        return (scores.softmax(dim=3) @ values).view(len(q), -1)
 
     def keep_rows(self, holes: Tensor, fillers: Tensor, left: int) -> None:
         super().keep_rows(holes, fillers, left)
@@ -101,8 +115,7 @@ class RowCache(RunningCache):
 
 
 class GroupCache(RunningCache):
-    """Rows hold their answers alone; a prompt is held and read once for all of its answers. For float32 on the CPU,
-    where fused attention to a single token takes twice as long as these products.
+    """Rows hold their answers alone; a prompt is held and read once for all of its answers. For float32 on the CPU.
 
     Memory is read in one sweep, which matters more than how much is read: prompts lie without gaps, and answers have
     hardly more slots than they need, all of which are read. A list of the heads of the running rows is turned into the
@@ -111,8 +124,8 @@ class GroupCache(RunningCache):
 
     def __init__(self, prompts: KVCache, copies: int):
         b, heads, _, size = prompts.keys[0].shape
-        empty = [old.new_zeros(b * copies, heads, 0, size) for old in prompts.keys]
-        super().__init__(empty, list(empty), 0)
+        empty = [old.new_zeros(2, b * copies, heads, 0, size) for old in prompts.keys]
+        super().__init__(empty, 0)
         self.prompt_keys, self.prompt_values = (
             [old[:, :, : prompts.filled].flatten(0, 1) for old in store] for store in (prompts.keys, prompts.values)
         )
@@ -134,20 +147,19 @@ class GroupCache(RunningCache):
         self.to_grid[self.from_grid] = torch.arange(len(self.from_grid), device=self.places.device)
 
     def next_slot(self) -> None:
-        if self.filled == self.keys[0].shape[2]:
+        if self.filled == self.store[0].shape[3]:
             more = max(GROWTH, self.filled // 8)
-            for store in (self.keys, self.values):
-                store[:] = [F.pad(old, (0, 0, 0, more)) for old in store]
+            self.store = [F.pad(old, (0, 0, 0, more)) for old in self.store]
         super().next_slot()
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Attention output [n, queries·heads·D] of q [n, queries·heads, D]; k, v [n, heads, D] are stored."""
-        self.write(layer, k, v)
-        n, heads, size = k.shape
-        keys, values = self.keys[layer].flatten(0, 1), self.values[layer].flatten(0, 1)
+    def attend(self, layer: int, q: Tensor, kv: Tensor) -> Tensor:
+        """Attention output [n, queries·heads·D] of scaled q [n, queries·heads, D]; kv [2, n, heads, D] is stored."""
+        self.write(layer, kv)
+        _, n, heads, size = kv.shape
+        keys, values = self.store[layer].flatten(1, 2)
         prompt_keys, prompt_values = self.prompt_keys[layer], self.prompt_values[layer]
         prompt = prompt_keys.shape[1]
-        q = (q * size**-0.5).view(n * heads, -1, size)
+        q = q.reshape(n * heads, -1, size)
         queries = q.shape[1]
 
         prompt_scores = self._to_grid(q) @ prompt_keys.transpose(1, 2)
@@ -172,5 +184,7 @@ class GroupCache(RunningCache):
 
     def keep_rows(self, holes: Tensor, fillers: Tensor, left: int) -> None:
         super().keep_rows(holes, fillers, left)
-        self.places = fill_holes(self.places, holes, fillers, left)
+        # exchanged, not copied: of the rows that are left, no two may have one place
+        self.places[torch.cat([holes, fillers])] = self.places[torch.cat([fillers, holes])]
+        self.places = self.places[:left]
         self._index()

@@ -19,6 +19,7 @@ from model.configuration import rotary_tables
 from model.decode_cache import GroupCache, RowCache, RunningCache, fill_holes
 from model.kv_cache import KVCache
 
+FEWEST_ROWS = 4  # a product of packed weights with one or two rows takes a third longer than with four
 FEW_ROWS = 4  # up to here attention is so short that a GroupCache's additional operations cost more than they save
 STATIC_SLOTS = 128  # a compiled step has a multiple of so many slots: rollouts of nearly the same length share it
 
@@ -27,13 +28,13 @@ STATIC_SLOTS = 128  # a compiled step has a multiple of so many slots: rollouts 
 def can_pack(dtype: torch.dtype) -> bool:
     """Whether this torch can keep CPU weights in oneDNN's own order; asked once, by trying it.
 
-    With few rows a product from that order takes down to half the time. torch's compiler uses these two operators for
-    weights that do not change; they are not documented, so where they are missing `times` does what F.linear does.
+    With few rows a product from that order takes down to half the time. torch's compiler uses these operators for
+    weights that do not change; they are not documented, so where they are missing there is F.linear.
     """
-    weight = torch.ones(16, 16, dtype=dtype)
+    x, weight = torch.ones(2, 16, dtype=dtype), torch.ones(16, 16, dtype=dtype)
     try:
         packed = torch.ops.mkldnn._reorder_linear_weight(weight, None)
-        return bool(torch.ops.mkldnn._linear_pointwise(weight, packed, None, "none", [], "").eq(16).all())
+        return bool((plus(x, x, packed) == 17).all()) and bool((gated(x, packed, packed) - 256).abs().max() < 1)
     except (AttributeError, RuntimeError):
         return False
 
@@ -50,6 +51,21 @@ def times(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     if weight.is_mkldnn:
         return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
     return F.linear(x, weight, bias)
+
+
+def plus(base: Tensor, x: Tensor, weight: Tensor) -> Tensor:
+    """base [n, out] + x [n, in] · weightᵀ, of a weight that may be packed; base may be of higher precision."""
+    if weight.is_mkldnn and base.dtype == x.dtype:
+        return torch.ops.mkldnn._linear_pointwise.binary(x, base, weight, None, "add")
+    return base + times(x, weight)
+
+
+def gated(x: Tensor, gate: Tensor, up: Tensor) -> Tensor:
+    """silu(x · gateᵀ) ⊙ (x · upᵀ), [n, out], of weights that may be packed."""
+    if gate.is_mkldnn:
+        opened = torch.ops.mkldnn._linear_pointwise(x, gate, None, "swish", [], "")
+        return torch.ops.mkldnn._linear_pointwise.binary(x, opened, up, None, "mul")
+    return F.silu(F.linear(x, gate), inplace=True).mul_(F.linear(x, up))
 
 
 def effective_weight(linear: nn.Linear) -> Tensor:
@@ -84,7 +100,7 @@ class DecodeStep:
         self.heads, self.kv_heads, self.head_dim = (
             config.num_attention_heads, config.num_key_value_heads, config.head_dim
         )  # fmt: skip
-        self.eps = config.rms_norm_eps
+        self.eps = torch.full((), config.rms_norm_eps, device=device)
         self.embedding = model.model.embed_tokens.weight.detach()
         autocast = torch.is_autocast_enabled(device.type)
         self.dtype = torch.get_autocast_dtype(device.type) if autocast else self.embedding.dtype
@@ -96,13 +112,16 @@ class DecodeStep:
             if self.head_bias is not None:
                 self.head_bias = self.head_bias.detach().to(self.dtype)
         self.positions = prompts.lengths.repeat_interleave(copies)
-        self.cache = self._new_cache(prompts, copies, max_new)
+        self.fewest = 1 if self.static or not self.layers[0].qkv.is_mkldnn else FEWEST_ROWS
+        spare = max(self.fewest - len(self.positions), 0)
+        self.positions = F.pad(self.positions, (0, spare))
+        self.cache = self._new_cache(prompts, copies, max_new, spare)
         self.cos, self.sin = rotary_tables(config, prompts.filled + max_new, device)
 
-    def _new_cache(self, prompts: KVCache, copies: int, max_new: int) -> RunningCache:
+    def _new_cache(self, prompts: KVCache, copies: int, max_new: int, spare: int) -> RunningCache:
         few = len(self.positions) <= FEW_ROWS
         if few or self.dtype != torch.float32 or self.positions.is_cuda:
-            return RowCache(prompts, copies, max_new)
+            return RowCache(prompts, copies, max_new, spare)
         return GroupCache(prompts, copies)
 
     def _product_weight(self, *weights: Tensor) -> Tensor:
@@ -113,7 +132,9 @@ class DecodeStep:
     def _layer_weights(self, layer: nn.Module) -> LayerWeights:
         attention, mlp = layer.self_attn, layer.mlp
         projections = (attention.q_proj, attention.k_proj, attention.v_proj)
-        norms = [attention.q_norm.weight.expand(self.heads, -1), attention.k_norm.weight.expand(self.kv_heads, -1)]
+        # what divides the scores is divided into the queries here
+        norms = [(attention.q_norm.weight * self.head_dim**-0.5).expand(self.heads, -1),
+                 attention.k_norm.weight.expand(self.kv_heads, -1)]  # fmt: skip
         dense = hasattr(mlp, "gate_proj")
         return LayerWeights(
             attention_norm=layer.input_layernorm.weight.detach().float(),
@@ -129,40 +150,45 @@ class DecodeStep:
 
     def __call__(self, token: Tensor) -> Tensor:
         self.cache.next_slot()
-        logits = self.read(token)
+        spare = len(self.positions) - len(token)
+        logits = self.read(F.pad(token, (0, spare)) if spare else token)[: len(token)]
         self.positions.add_(1)
         return logits
 
     def read(self, token: Tensor) -> Tensor:
         """Logits [n, V] from token ids [n] at `positions`."""
-        cos, sin = self.cos[self.positions, None], self.sin[self.positions, None]
+        rotary = self.cos[self.positions, None], self.sin[self.positions, None]
         hidden = self.embedding[token]
         for number, layer in enumerate(self.layers):
-            q, k, v = self._queries_keys_values(self._normed(hidden, layer.attention_norm), layer, cos, sin)
-            hidden = hidden + times(self.cache.attend(number, q, k, v), layer.out)
-            hidden = hidden + self._feed_forward(self._normed(hidden, layer.mlp_norm), layer)
+            q, kv = self._queries_keys_values(self._normed(hidden, layer.attention_norm), layer, *rotary)
+            hidden = plus(hidden, self.cache.attend(number, q, kv), layer.out)
+            normed = self._normed(hidden, layer.mlp_norm)
+            if layer.experts is None:
+                hidden = plus(hidden, gated(normed, layer.gate, layer.up), layer.down)
+            else:
+                hidden = hidden + layer.experts(normed, None)[0]
         return times(self._normed(hidden, self.norm), self.head, self.head_bias)
 
+    def _rms_norm(self, x: Tensor, weight: Tensor) -> Tensor:
+        """F.rms_norm in float32, in half as many operations as that takes on a CPU."""
+        size = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+        return (x * torch.addcmul(self.eps, size, size, value=1 / x.shape[-1]).rsqrt_()).mul_(weight)
+
     def _normed(self, x: Tensor, weight: Tensor) -> Tensor:
-        return F.rms_norm(x.float(), weight.shape, weight, self.eps).to(self.dtype)
+        return self._rms_norm(x.float(), weight).to(self.dtype)
 
-    def _queries_keys_values(self, x: Tensor, layer: LayerWeights, cos: Tensor, sin: Tensor):
-        """Normed and rotated queries [n, heads, D] and keys [n, kv heads, D], and values [n, kv heads, D]."""
+    def _queries_keys_values(self, x: Tensor, layer: LayerWeights, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        """Normed, scaled and rotated queries [n, heads, D]; normed and rotated keys, and values [2, n, kv heads, D]."""
         qkv = times(x, layer.qkv).view(len(x), -1, self.head_dim)
-        qk, v = qkv.split([self.heads + self.kv_heads, self.kv_heads], dim=1)
-        qk = (F.rms_norm(qk.float(), (self.head_dim,), None, self.eps) * layer.qk_norm).to(self.dtype)
-        qk = (qk * cos + qk.roll(self.head_dim // 2, dims=-1) * sin).to(self.dtype)
-        q, k = qk.split([self.heads, self.kv_heads], dim=1)
-        return q, k, v
-
-    @staticmethod
-    def _feed_forward(x: Tensor, layer: LayerWeights) -> Tensor:
-        if layer.experts is not None:
-            return layer.experts(x, None)[0]
-        return times(F.silu(times(x, layer.gate), inplace=True).mul_(times(x, layer.up)), layer.down)
+        qk = qkv[:, : self.heads + self.kv_heads]
+        normed = self._normed(qk, layer.qk_norm)
+        qk.copy_((normed * cos).addcmul_(normed.roll(self.head_dim // 2, dims=-1), sin))
+        return qkv[:, : self.heads], qkv[:, self.heads :].unflatten(1, (2, -1)).transpose(0, 1)
 
     def keep_rows(self, holes: Tensor, fillers: Tensor, left: int) -> None:
-        """Go on with `left` rows; see fill_holes."""
+        """Go on with `left` rows; see fill_holes. Where they are too few, what stands behind them stays and is read
+        too, in vain."""
+        left = max(left, self.fewest)
         self.positions = fill_holes(self.positions, holes, fillers, left)
         self.cache.keep_rows(holes, fillers, left)
 
@@ -185,7 +211,7 @@ class CompiledStep(DecodeStep):
                 torch._dynamo.mark_static_address(tensor, guard=False)
         self.compiled = torch.compile(self.read, mode="reduce-overhead" if self.positions.is_cuda else "default")
 
-    def _new_cache(self, prompts: KVCache, copies: int, max_new: int) -> RunningCache:
+    def _new_cache(self, prompts: KVCache, copies: int, max_new: int, spare: int) -> RunningCache:
         return RowCache(prompts, copies, max_new, static=True)
 
     def __call__(self, token: Tensor) -> Tensor:
@@ -198,8 +224,8 @@ class CompiledStep(DecodeStep):
     def _memory(self, model: nn.Module) -> list[tuple[Tensor, bool]]:
         """Every tensor a step reads or writes (experts' weights left out), and whether it is not the model's own."""
         weights = [x for layer in self.layers for x in layer if isinstance(x, Tensor)]
-        rest = [self.embedding, self.norm, self.head, self.head_bias, self.cos, self.sin, self.positions]
-        cache = [*self.cache.keys, *self.cache.values, self.cache.slot, self.cache.bias]
+        rest = [self.eps, self.embedding, self.norm, self.head, self.head_bias, self.cos, self.sin, self.positions]
+        cache = [*self.cache.store, self.cache.slot, self.cache.bias]
         parameters = {parameter.data_ptr() for parameter in model.parameters()}
         return [(x, x.data_ptr() not in parameters) for x in weights + rest + cache if x is not None]
 

@@ -141,6 +141,7 @@ def test_prompts_are_read_once_and_ended_rows_leave(monkeypatch):
 def test_nothing_follows_the_end():
     model = tiny()
     ids, mask = prompts()
+    steps = []
     decoded = model.decode(
         ids,
         mask,
@@ -149,7 +150,9 @@ def test_nothing_follows_the_end():
         pad_token_id=33,
         uniforms=uniforms(12, 30),
         eos_token_id=[2, 20],
+        on_token=steps.append,
     )
+    assert torch.stack(steps, dim=1).equal(decoded.completion_ids)
     for row, logps, keep, finished in zip(*decoded[:3], decoded.finished, strict=True):
         length = int(keep.sum())
         assert keep[:length].all() and not keep[length:].any()

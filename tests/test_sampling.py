@@ -6,7 +6,7 @@ import pytest
 import torch
 from tiny_models import answers, prompts, tiny, uniforms
 
-from model.sampling import draw, keep_likeliest, penalize_repeats
+from model.sampling import BLOCK, SamplingRules, draw, first_above, keep_likeliest, penalize_repeats, pick_tokens
 
 INF = math.inf
 LIST = torch.tensor
@@ -33,6 +33,51 @@ def test_draw_has_the_right_frequencies():
     points = (torch.arange(10000, dtype=torch.float64) + 0.5) / 10000
     counts = torch.bincount(draw(logits.softmax(-1).expand(10000, -1), points)[0], minlength=4)
     torch.testing.assert_close(counts / 10000, logits[0].softmax(-1), atol=2e-4, rtol=0)
+
+
+def test_first_above_by_hand():
+    weights = LIST([[0.0, 2.0, 0.0, 1.0, 3.0, 0.0]], dtype=torch.float64)  # running sums 0, 2, 2, 3, 6, 6
+    cases = [(0.0, 1, 0), (1.9, 1, 0), (2.0, 3, 2), (2.9, 3, 2), (3.0, 4, 3), (6.0, 4, 3), (-1.0, 1, 0)]
+    for target, index, before in cases:
+        found = first_above(weights, LIST([[target]], dtype=torch.float64))
+        assert (found[0].item(), found[1].item()) == (index, before), target
+
+
+@pytest.mark.parametrize("vocabulary", [3 * BLOCK, 2 * BLOCK + 5, BLOCK, 7])
+def test_draw_in_blocks_equals_a_walk_over_the_tokens(vocabulary):
+    """Half of the tokens, the first and last ones too, have probability 0, and a whole block of them."""
+    generator = torch.Generator().manual_seed(8)
+    probs = torch.rand(1, vocabulary, generator=generator) * torch.rand(1, vocabulary, generator=generator).gt(0.5)
+    probs[:, 0] = probs[:, -1] = 0
+    probs[:, BLOCK : 2 * BLOCK] = 0
+    probs[:, 3] = 0.7
+    ends = probs[0].double().cumsum(0)
+    steps = ends / ends[-1]
+    anywhere = torch.rand(200, dtype=torch.float64, generator=generator)
+    points = torch.cat([anywhere, steps - 1e-9, steps + 1e-9, LIST([0, 1])]).clamp(0, 1)
+    tokens, shares = draw(probs.expand(len(points), -1), points)
+    for point, token, share in zip(points.tolist(), tokens.tolist(), shares.tolist()):
+        want = next((i for i, end in enumerate(ends.tolist()) if end > point * ends[-1].item()), None)
+        if want is None:
+            want = int(probs[0].nonzero().max())
+        assert token == want and share == pytest.approx(probs[0, token].item() / ends[-1].item(), rel=1e-12)
+
+
+@pytest.mark.parametrize("temperature", [0.8, 0.0])
+@pytest.mark.parametrize("rule", [{}, {"top_k": 5}, {"top_p": 0.7}, {"logp_temperature": 1.5}])
+def test_log_probabilities_are_those_of_the_plain_distribution(rule, temperature):
+    """Also of a large vocabulary, where a float32 softmax is off by 1e-5; by the short way or by the long one."""
+    logits = torch.randn(4, 150001, generator=torch.Generator().manual_seed(9)) * 3
+    rules = SamplingRules(temperature, 1.0, 0, 1.0, 0.8)._replace(**rule)
+    token, logp = pick_tokens(logits, uniforms(4, 1)[:, 0], None, rules)
+    want = (logits.double() / rules.logp_temperature).log_softmax(-1).gather(1, token[:, None]).squeeze(1)
+    torch.testing.assert_close(logp, want.float(), atol=3e-6, rtol=0)
+    assert logp.dtype == torch.float32
+    if temperature == 0:
+        assert token.equal(logits.argmax(dim=1))
+    elif not rule:
+        cut = pick_tokens(logits, uniforms(4, 1)[:, 0], None, rules._replace(logp_temperature=0.8 + 1e-12))
+        assert cut[0].equal(token), "the two ways draw alike"
 
 
 def test_top_k_by_hand():
