@@ -7,6 +7,7 @@ import re
 import statistics
 import time
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -47,28 +48,40 @@ def copy_bandwidth(device: str) -> float:
 
 
 # ---------------------------------------------------------------------------------------------- matrix products
-def matrices(model, dtype: torch.dtype, stacked: bool) -> list[tuple[Tensor, float]]:
-    """(weight, share of the tokens that it multiplies) of every matrix of the layers.
+class Matrix(NamedTuple):
+    """A weight [out, in] of the layers."""
+
+    weight: Tensor
+    share: float  # of the tokens that it multiplies
+    last: bool  # behind the last layer's attention, where tokens count no more whose states nobody wants
+
+    def rows(self, tokens: int, wanted: int) -> float:
+        return self.share * (wanted if self.last else tokens)
+
+
+def matrices(model, dtype: torch.dtype, stacked: bool) -> list[Matrix]:
+    """Every matrix of the layers.
 
     stacked: matrices with one input as one matrix (query, key and value; gate and up), which is fewer and larger
     products.
     """
-    groups = []
-    for layer in model.model.layers:
-        attention = layer.self_attn
-        groups.append(([attention.q_proj, attention.k_proj, attention.v_proj], 1.0))
-        groups.append(([attention.o_proj], 1.0))
+    groups, count = [], len(model.model.layers)
+    for number, layer in enumerate(model.model.layers, 1):
+        attention, moe = layer.self_attn, isinstance(layer.mlp, MOEFeedForward)
+        last = number == count and not moe  # the balance loss of experts counts every token
+        groups.append(([attention.q_proj, attention.k_proj, attention.v_proj], 1.0, False))
+        groups.append(([attention.o_proj], 1.0, last))
         experts = [(layer.mlp, 1.0)]
-        if isinstance(layer.mlp, MOEFeedForward):
+        if moe:
             config = layer.mlp.config
             experts = [(expert, config.num_experts_per_tok / config.num_experts) for expert in layer.mlp.experts]
-            groups.append(([layer.mlp.gate], 1.0))
+            groups.append(([layer.mlp.gate], 1.0, False))
         for expert, share in experts:
-            groups += [([expert.gate_proj, expert.up_proj], share), ([expert.down_proj], share)]
+            groups += [([expert.gate_proj, expert.up_proj], share, last), ([expert.down_proj], share, last)]
     found = []
-    for linears, share in groups:
+    for linears, share, last in groups:
         weights = [linear.weight.detach().to(dtype) for linear in linears]
-        found += [(torch.cat(weights), share)] if stacked else [(weight, share) for weight in weights]
+        found += [Matrix(weight, share, last) for weight in ([torch.cat(weights)] if stacked else weights)]
     return found
 
 
@@ -79,28 +92,29 @@ class Products:
         self.device, self.dtype = device, dtype
         self.separate, self.stacked = (matrices(model, dtype, stacked) for stacked in (False, True))
         self.head = model.lm_head.weight.detach().to(dtype)
-        self.packed, self.packed_head = [(pack(weight), share) for weight, share in self.stacked], pack(self.head)
-        self.weight_bytes = sum(weight.nbytes for weight, _ in self.separate) + self.head.nbytes
+        self.packed = [matrix._replace(weight=pack(matrix.weight)) for matrix in self.stacked]
+        self.packed_head = pack(self.head)
+        self.weight_bytes = sum(matrix.weight.nbytes for matrix in self.separate) + self.head.nbytes
 
-    def plain_seconds(self, tokens: int, predictions: int) -> float:
-        """Of all products on `tokens` tokens and of the head's on `predictions` of them, asked for as the model does:
-        one F.linear a matrix."""
-        return self._seconds(self.separate, tokens, predictions, F.linear)
+    def plain_seconds(self, rows: int) -> float:
+        """Of all products for one token of each row, asked for as the model does: one F.linear a matrix."""
+        return self._seconds(self.separate, rows, rows, True, F.linear)
 
-    def seconds(self, tokens: int, predictions: int) -> float:
-        """The same; for few tokens the fastest of plain, stacked, either with the factors in the other order, and
+    def seconds(self, tokens: int, wanted: int, head: bool = True) -> float:
+        """Of all products on `tokens` tokens, the states of `wanted` of which are wanted, and, with `head`, what they
+        predict; for few tokens the fastest of plain, stacked, either with the factors in the other order, and
         stacked with weights in the kernels' own order."""
         ways = [(self.separate, F.linear)]
         if tokens <= FEW_TOKENS:
             ways = [(form, product) for form in (self.separate, self.stacked) for product in (F.linear, turned_linear)]
             ways.append((self.packed, times))
-        return min(self._seconds(form, tokens, predictions, product) for form, product in ways)
+        return min(self._seconds(form, tokens, wanted, head, product) for form, product in ways)
 
     @torch.no_grad()
-    def _seconds(self, form: list[tuple[Tensor, float]], tokens: int, predictions: int, product: Callable) -> float:
-        pairs = [(weight, max(1, round(share * tokens))) for weight, share in form]
-        if predictions:
-            pairs.append((self.packed_head if form is self.packed else self.head, predictions))
+    def _seconds(self, form: list[Matrix], tokens: int, wanted: int, head: bool, product: Callable) -> float:
+        pairs = [(matrix.weight, max(1, round(matrix.rows(tokens, wanted)))) for matrix in form]
+        if head:
+            pairs.append((self.packed_head if form is self.packed else self.head, wanted))
         shapes = {(rows, weight.shape[1]) for weight, rows in pairs}
         inputs = {shape: torch.randn(shape, device=self.device).to(self.dtype) for shape in shapes}
 
@@ -151,11 +165,11 @@ def machine_limits(product: Product, work: Work) -> dict:
     prompt_tokens, answer_tokens = args.batch_size * args.max_seq_len, sum(work.lengths)
     running = running_rows(work.lengths)
     points = {rows: products.seconds(rows, rows) for rows in measured_rows(len(work.lengths))}
-    plain = products.plain_seconds(len(work.lengths), len(work.lengths))
+    plain = products.plain_seconds(len(work.lengths))
     prefill = products.seconds(prompt_tokens, args.batch_size)
     forward = products.seconds(prompt_tokens + answer_tokens, answer_tokens)
     updates, old_passes, value_passes = passes_of(product, work)
-    critic = products.seconds(prompt_tokens + answer_tokens, 0) if product.algo == "ppo" else 0.0
+    critic = products.seconds(prompt_tokens + answer_tokens, answer_tokens, False) if product.algo == "ppo" else 0.0
     bandwidth = copy_bandwidth(device)
     parts = {"decode": prefill + sum(interpolate(points, rows) for rows in running),
              "old log-probs": old_passes * forward, "reference": forward, "values": value_passes * critic,
@@ -183,12 +197,14 @@ def attention_seconds(product: Product, rows: int, columns: int) -> float:
 
 
 # ---------------------------------------------------------------------------------------------- operations
-def forward_flops(model, tokens: int, predictions: int, pairs: int) -> float:
-    """Of one forward pass: two a weight and token, and attention's over `pairs` of tokens that see each other."""
+def forward_flops(model, tokens: int, wanted: int, pairs: int, head: bool = True) -> float:
+    """Of one forward pass: two a weight and token, and attention's over `pairs` of tokens that see each other. The
+    states of `wanted` tokens are wanted and, with `head`, what they predict."""
     config = model.config
-    layers = sum(2 * share * weight.numel() * tokens for weight, share in matrices(model, torch.float32, False))
-    head = 2 * predictions * config.hidden_size * config.vocab_size
-    return layers + head + 4 * pairs * config.num_attention_heads * config.head_dim * config.num_hidden_layers
+    layers = sum(2 * matrix.weight.numel() * matrix.rows(tokens, wanted)
+                 for matrix in matrices(model, torch.float32, False))  # fmt: skip
+    predictions = 2 * wanted * config.hidden_size * config.vocab_size if head else 0
+    return layers + predictions + 4 * pairs * config.num_attention_heads * config.head_dim * config.num_hidden_layers
 
 
 def step_flops(product: Product, work: Work) -> float:
@@ -200,7 +216,7 @@ def step_flops(product: Product, work: Work) -> float:
     )
     updates, old_passes, value_passes = passes_of(product, work)
     whole = forward_flops(model, tokens, answers, pairs)
-    critic = forward_flops(model, tokens, 0, pairs) if product.algo == "ppo" else 0.0
+    critic = forward_flops(model, tokens, answers, pairs, head=False) if product.algo == "ppo" else 0.0
     # decoding, reference, old log-probs; old values; a backward pass is two forward passes
     return (2 + old_passes) * whole + value_passes * critic + 3 * updates * (whole + critic)
 

@@ -85,10 +85,17 @@ class Rows:
         ids = ids.flatten()[self.columns]
         return ids if self.real is None else ids.masked_fill(~self.real, 0)
 
-    def rows(self, flat: Tensor) -> Tensor:
-        """[N, W, …] with `flat` [T, …] where its tokens came from, and 0 in the padding; grad flows."""
+    def flat_places(self, wanted: Tensor) -> Tensor | None:
+        """Where in the flat list the real tokens of `wanted` bool [N, W] stand, long [k]; None, which stands for all of
+        them, when compiled: how many they are depends on the data."""
+        return wanted.flatten()[self.columns].nonzero().squeeze(1) if self.real is None else None
+
+    def rows(self, flat: Tensor, kept: Tensor | None = None) -> Tensor:
+        """[N, W, …] with `flat` [T, …] where its tokens came from, and 0 in the padding; grad flows. With kept long
+        [k], `flat` [k, …] are those tokens alone."""
         n, w = self.shape
-        return flat.new_zeros(n * w, *flat.shape[1:]).index_copy(0, self.columns, flat).unflatten(0, (n, w))
+        columns = self.columns if kept is None else self.columns[kept]
+        return flat.new_zeros(n * w, *flat.shape[1:]).index_copy(0, columns, flat).unflatten(0, (n, w))
 
     def grid(self, flat: Tensor) -> Tensor:
         """[N, heads, width, D] for the attention kernels, from [T, heads, D]; grad flows."""

@@ -63,14 +63,17 @@ class Attention(nn.Module):
         self.k_norm = RMSNorm(self.head_dim, config.rms_norm_eps)
         self.resid_dropout = nn.Dropout(config.dropout)
 
-    def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor], layout) -> Tensor:
-        """Attention output [T, H] of x [T, H], whose tokens lie as `layout` says."""
+    def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor], layout, kept: Tensor | None = None) -> Tensor:
+        """Attention output [T, H] of x [T, H], whose tokens lie as `layout` says; with `kept` long [k] that of these
+        tokens alone, [k, H]."""
         q = self.q_norm(self.q_proj(x).unflatten(-1, (-1, self.head_dim)))
         k = self.k_norm(self.k_proj(x).unflatten(-1, (-1, self.head_dim)))
         v = self.v_proj(x).unflatten(-1, (-1, self.head_dim))
         # back to the projections' dtype: the float32 tables would otherwise promote half-precision keys
         q, k = rotate(q, *rotary).type_as(v), rotate(k, *rotary).type_as(v)
         out = layout.attend(self.layer, q, k, v, self.dropout if self.training else 0.0)
+        if kept is not None:
+            out = out.index_select(0, kept)
         return self.resid_dropout(self.o_proj(out))
 
 
@@ -155,9 +158,12 @@ class MiniMindBlock(nn.Module):
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp = MOEFeedForward(config) if config.use_moe else FeedForward(config, config.intermediate_size)
 
-    def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor], layout) -> tuple[Tensor, Tensor | None]:
-        """(stream [T, H], this layer's balance loss [] or None without experts)."""
-        x = x + self.self_attn(self.input_layernorm(x), rotary, layout)
+    def forward(
+        self, x: Tensor, rotary: tuple[Tensor, Tensor], layout, kept: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        """(stream [T, H], or [k, H] of the tokens `kept` [k]; this layer's balance loss [] or None without experts)."""
+        attended = self.self_attn(self.input_layernorm(x), rotary, layout, kept)
+        x = attended + (x if kept is None else x.index_select(0, kept))
         normed = self.post_attention_layernorm(x)
         if isinstance(self.mlp, MOEFeedForward):
             out, balance_loss = self.mlp(normed, layout.real)
@@ -189,17 +195,26 @@ class MiniMindModel(nn.Module):
                 self._cos, self._sin = rotary_tables(self.config, length, positions.device)
         return self._cos[positions, None], self._sin[positions, None]
 
-    def _read(self, ids: Tensor, layout, end: int) -> tuple[Tensor, Tensor]:
-        """(states after the final norm [T, H], balance loss summed over the layers []) of a layout's tokens [T]."""
+    def _read(self, ids: Tensor, layout, end: int, kept: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """(states after the final norm [T, H], balance loss summed over the layers []) of a layout's tokens [T].
+
+        kept long [k]: the tokens whose states are wanted, [k, H]; of the others the last layer needs keys and values
+        alone. With experts, whose balance loss counts every token, it is no less work.
+        """
         rotary = self._rotary(layout.positions, end)
         hidden = self.dropout(self.embed_tokens(ids))
         aux_loss = torch.zeros((), dtype=torch.float32, device=hidden.device)
-        for layer in self.layers:
+        for number, layer in enumerate(self.layers, 1):
+            inputs = hidden, rotary, layout
+            if number == len(self.layers) and not self.config.use_moe:
+                inputs = *inputs, kept
             if self.gradient_checkpointing and torch.is_grad_enabled():
-                hidden, balance_loss = checkpoint(layer, hidden, rotary, layout, use_reentrant=False)
+                hidden, balance_loss = checkpoint(layer, *inputs, use_reentrant=False)
             else:
-                hidden, balance_loss = layer(hidden, rotary, layout)
+                hidden, balance_loss = layer(*inputs)
             aux_loss = aux_loss if balance_loss is None else aux_loss + balance_loss
+        if kept is not None and self.config.use_moe:
+            hidden = hidden.index_select(0, kept)
         return self.norm(hidden), aux_loss
 
     def forward(
@@ -208,6 +223,7 @@ class MiniMindModel(nn.Module):
         attention_mask: Tensor | None = None,
         past_key_values: KVCache | None = None,
         use_cache: bool = False,
+        wanted: Tensor | None = None,
     ) -> tuple[Tensor, KVCache | None, Tensor]:
         """(hidden states after the final norm [N, T, H], cache or None, balance loss summed over the layers []).
 
@@ -217,16 +233,19 @@ class MiniMindModel(nn.Module):
         them apart.
         Args: input_ids long [N, T], anything where the mask is False; attention_mask [N, T], with a cache also
             [N, cached columns + T] (non-zero = real); past_key_values: cache of the columns before, which is extended
-            in place; use_cache: make one if there is none. Grad flows to the parameters.
+            in place; use_cache: make one if there is none; wanted bool [N, T]: where states are wanted, the others
+            are 0 (None = everywhere). Grad flows to the parameters.
         Raises: ValueError for shapes that do not fit or a sequence beyond max_position_embeddings.
         """
         cache = KVCache(self.config.num_hidden_layers) if use_cache and past_key_values is None else past_key_values
         real = self._check_inputs(input_ids, attention_mask, cache)
         if cache is not None:
-            return self._read_behind(input_ids, real, cache)
+            hidden, cache, aux_loss = self._read_behind(input_ids, real, cache)
+            return hidden if wanted is None else hidden * wanted[..., None], cache, aux_loss
         layout = Rows(torch.ones_like(input_ids, dtype=torch.bool) if real is None else real)
-        hidden, aux_loss = self._read(layout.flat_ids(input_ids), layout, input_ids.shape[1])
-        return layout.rows(hidden), None, aux_loss
+        kept = None if wanted is None else layout.flat_places(wanted)
+        hidden, aux_loss = self._read(layout.flat_ids(input_ids), layout, input_ids.shape[1], kept)
+        return layout.rows(hidden, kept), None, aux_loss
 
     def _read_behind(self, input_ids: Tensor, real: Tensor | None, cache: KVCache) -> tuple[Tensor, KVCache, Tensor]:
         """As forward, for columns behind those in a cache."""
@@ -266,8 +285,7 @@ class MiniMindModel(nn.Module):
             prompt_of = torch.arange(len(answer_ids), device=answer_ids.device) // copies
         layout = PromptsAndAnswers(prompt_mask.bool(), answer_mask.bool(), prompt_of)
         end = prompt_ids.shape[1] + answer_ids.shape[1]
-        hidden, aux_loss = self._read(layout.flat_ids(prompt_ids, answer_ids), layout, end)
-        return hidden.index_select(0, layout.predictors), aux_loss
+        return self._read(layout.flat_ids(prompt_ids, answer_ids), layout, end, layout.predictors)
 
     def _check_inputs(self, input_ids: Tensor, attention_mask: Tensor | None, cache: KVCache | None) -> Tensor | None:
         """The mask of the new columns as bool [N, T], or None without a mask; ValueError for what does not fit."""

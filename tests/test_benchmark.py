@@ -294,7 +294,7 @@ def test_products_are_those_of_the_model(monkeypatch):
             out = product(x, weight)
             seen.append((weight.shape, x.shape[0], out.numel()))
 
-        products._seconds(form, 5, 3, noted)
+        products._seconds(form, 5, 3, True, noted)
         assert sum(rows * shape[0] * shape[1] for shape, rows, _ in seen) == limits.forward_flops(model, 5, 3, 0) / 2
         assert all(outputs == rows * shape[0] for shape, rows, outputs in seen)
         seen.clear()
@@ -307,8 +307,11 @@ def test_operations_are_two_a_weight_and_token(use_moe):
     model = MiniMindForCausalLM(MiniMindConfig(32, 1, use_moe, vocab_size=50))
     # q and o 32x32, k and v 16x32, gate, up and down 128x32: a token goes through one expert of four, and the router
     weights = 2 * 32 * 32 + 2 * 16 * 32 + 3 * 128 * 32 + (4 * 32 if use_moe else 0)
-    assert limits.forward_flops(model, 10, 0, 0) == 2 * 10 * weights
-    assert limits.forward_flops(model, 0, 3, 0) == 2 * 3 * 32 * 50
+    assert limits.forward_flops(model, 10, 10, 0, head=False) == 2 * 10 * weights
+    assert limits.forward_flops(model, 10, 10, 0) == 2 * 10 * (weights + 32 * 50)
+    # of tokens whose states are not wanted, q, k and v alone are; with experts all, for their balance loss
+    few = weights if use_moe else 32 * 32 + 2 * 16 * 32
+    assert limits.forward_flops(model, 10, 0, 0) == 2 * 10 * few
     assert limits.forward_flops(model, 0, 0, 5) == 4 * 5 * 32
 
 
@@ -326,7 +329,7 @@ def test_operations_of_ppo_count_what_is_known_before_only_where_a_minibatch_is_
     work = product.work()
     sizes = batch_size * 28, batch_size * (210 + 160 + 36)
     whole = limits.forward_flops(product.models[0], sizes[0], batch_size * 8, sizes[1])
-    critic = limits.forward_flops(product.models[0], sizes[0], 0, sizes[1])
+    critic = limits.forward_flops(product.models[0], sizes[0], batch_size * 8, sizes[1], head=False)
     # decoding and reference; two passes of forward and backward
     assert limits.step_flops(product, work) == 2 * whole + before * critic + 2 * 3 * (whole + critic)
     work.args.dtype = "bfloat16"  # decoding's log-probs are rounded: old ones are worked out apart

@@ -101,3 +101,37 @@ def test_answers_must_divide_by_prompts():
     prompts, prompt_mask, answers, answer_mask = batch()
     with pytest.raises(ValueError, match="11 answers to 3 prompts"):
         model(answers[:11], attention_mask=answer_mask[:11], prompts=(prompts, prompt_mask))
+
+
+@pytest.mark.parametrize("use_moe", [False, True])
+def test_states_nobody_asks_for_change_nothing_else(use_moe):
+    """The last layer leaves them out behind its attention; the others, and all gradients, are as with them."""
+    torch.manual_seed(0)
+    model = MiniMindForCausalLM(MiniMindConfig(64, 3, use_moe, vocab_size=V)).train()
+    prompts, prompt_mask, answers, answer_mask = batch()
+    ids = torch.cat([prompts.repeat_interleave(G, 0), answers], dim=1)
+    mask = torch.cat([prompt_mask.repeat_interleave(G, 0), answer_mask], dim=1)
+    wanted = torch.arange(P + R).expand(B * G, -1) % 3 > 0  # padding too, which stays 0
+    every, _, balance = model.model(ids, mask)
+    (every[wanted].sin().sum() + balance).backward()
+    expected = {name: p.grad.clone() for name, p in model.model.named_parameters()}
+    model.zero_grad()
+    some, _, same_balance = model.model(ids, mask, wanted=wanted)
+    (some.sin().sum() + same_balance).backward()
+    torch.testing.assert_close(some, every * wanted[..., None], atol=1e-5, rtol=0)
+    torch.testing.assert_close(same_balance, balance)
+    for name, p in model.model.named_parameters():
+        torch.testing.assert_close(p.grad, expected[name], atol=1e-5, rtol=1e-4)
+    cached = model.model(ids, mask, use_cache=True, wanted=wanted)[0]
+    torch.testing.assert_close(cached * mask[..., None], some, atol=1e-5, rtol=0)
+
+
+def test_the_last_layer_works_for_wanted_tokens_alone():
+    model = MiniMindForCausalLM(MiniMindConfig(hidden_size=64, num_hidden_layers=2, vocab_size=V))
+    prompts, prompt_mask, answers, answer_mask = batch()
+    rows = [[], []]
+    for layer, seen in zip(model.model.layers, rows):
+        layer.mlp.register_forward_pre_hook(lambda module, args, seen=seen: seen.append(len(args[0])))
+    model(answers, attention_mask=answer_mask, prompts=(prompts, prompt_mask))
+    tokens, predicted = int(prompt_mask.sum() + answer_mask.sum()), int(answer_mask.sum())
+    assert rows == [[tokens], [predicted]]

@@ -108,10 +108,9 @@ class CriticModel(MiniMindForCausalLM):
         self.value_head = nn.Linear(config.hidden_size, 1)
         self.norm_twice = norm_twice
 
-    def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
-        hidden_states = self.model(input_ids=input_ids, attention_mask=attention_mask)[0]
-        # MiniMind: the body has applied its final norm already; kept, since its critics are trained that way. The head
-        # of a reward model is not.
+    def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None, wanted: Tensor | None = None) -> Tensor:
+        hidden_states = self.model(input_ids=input_ids, attention_mask=attention_mask, wanted=wanted)[0]
+        # MiniMind: normed a second time; kept, since its critics are trained that way (a reward model's head is not)
         return self.value_head(self.model.norm(hidden_states) if self.norm_twice else hidden_states).squeeze(-1)
 
 
@@ -185,7 +184,8 @@ def gather_experience(run: Run, args, rollout: RolloutResult, rewards: Tensor, r
 
 def values_of(critic: nn.Module, rollout: RolloutResult, positions: Tensor, rows: Tensor) -> Tensor:
     """The critic's value before each response token of these rows, float32 [n, R]; grad flows."""
-    return critic(rollout.output_ids[rows], rollout.attention_mask[rows]).float().gather(1, positions[rows])
+    wanted = torch.zeros_like(rollout.attention_mask[rows], dtype=torch.bool).scatter_(1, positions[rows], True)
+    return critic(rollout.output_ids[rows], rollout.attention_mask[rows], wanted).float().gather(1, positions[rows])
 
 
 def read(run: Run, args, rollout: RolloutResult, positions: Tensor, rows: Tensor) -> tuple[Scores, Tensor]:
