@@ -14,8 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.product import Product, Work
-from model.decode_step import pack, times
 from model.model_minimind import MOEFeedForward
+from model.products import LargeProduct, can_pack, pack, times
 
 # Dense bfloat16 products with float32 sums, 10¹² operations a second (makers' data sheets); the first match counts.
 PEAK_TERAFLOPS = {"B200": 2250, "H200": 989, "GH200": 989, "H100 PCIe": 756, "H100": 989, "A100": 312, "L40S": 362,
@@ -102,12 +102,13 @@ class Products:
 
     def seconds(self, tokens: int, wanted: int, head: bool = True) -> float:
         """Of all products on `tokens` tokens, the states of `wanted` of which are wanted, and, with `head`, what they
-        predict; for few tokens the fastest of plain, stacked, either with the factors in the other order, and
-        stacked with weights in the kernels' own order."""
+        predict: the fastest of plain products, those of oneDNN, with and without weights in an order of its own, and
+        for few tokens stacked ones and either with the factors in the other order."""
         ways = [(self.separate, F.linear)]
+        if self.device == "cpu" and can_pack(self.dtype):
+            ways += [(self.separate, LargeProduct.apply), (self.packed, times)]
         if tokens <= FEW_TOKENS:
-            ways = [(form, product) for form in (self.separate, self.stacked) for product in (F.linear, turned_linear)]
-            ways.append((self.packed, times))
+            ways += [(self.separate, turned_linear), (self.stacked, F.linear), (self.stacked, turned_linear)]
         return min(self._seconds(form, tokens, wanted, head, product) for form, product in ways)
 
     @torch.no_grad()

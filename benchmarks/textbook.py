@@ -56,19 +56,23 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
     return out.transpose(1, 2).reshape(n, width, heads * size)
 
 
+def linear(layer: nn.Module, x: Tensor) -> Tensor:
+    return F.linear(x, layer.weight)
+
+
 def attention(block: nn.Module, x: Tensor, rotary: tuple[Tensor, Tensor], mask: Tensor | None, past):
     """(output [N, T, H], (keys, values) of all columns so far [N, S, kv heads, D])."""
     heads = (*x.shape[:2], -1, block.head_dim)
-    q = rotate(rms_norm(block.q_proj(x).view(heads), block.q_norm), *rotary)
-    k = rotate(rms_norm(block.k_proj(x).view(heads), block.k_norm), *rotary)
-    v = block.v_proj(x).view(heads)
+    q = rotate(rms_norm(linear(block.q_proj, x).view(heads), block.q_norm), *rotary)
+    k = rotate(rms_norm(linear(block.k_proj, x).view(heads), block.k_norm), *rotary)
+    v = linear(block.v_proj, x).view(heads)
     if past is not None:
         k, v = torch.cat([past[0], k], dim=1), torch.cat([past[1], v], dim=1)
-    return block.o_proj(attend(q, k, v, mask)), (k, v)
+    return linear(block.o_proj, attend(q, k, v, mask)), (k, v)
 
 
 def swiglu(mlp: nn.Module, x: Tensor) -> Tensor:
-    return mlp.down_proj(F.silu(mlp.gate_proj(x)) * mlp.up_proj(x))
+    return linear(mlp.down_proj, F.silu(linear(mlp.gate_proj, x)) * linear(mlp.up_proj, x))
 
 
 def experts(mlp: nn.Module, x: Tensor) -> Tensor:
@@ -108,7 +112,7 @@ def padding_mask(mask: Tensor) -> Tensor | None:
 def token_logps(model, ids: Tensor, mask: Tensor, width: int, rotary, temperature: float) -> Tensor:
     """Log-probs float32 [N, width] of the last `width` tokens of ids [N, W], from the logits of all W positions."""
     states, _ = hidden_states(model, ids, padding_mask(mask), rotary)
-    logits = model.lm_head(states)
+    logits = linear(model.lm_head, states)
     if temperature != 1:
         logits = logits / temperature
     logps = logits[:, :-1].float().log_softmax(dim=-1)
@@ -149,7 +153,7 @@ def sample(model, prompt_ids: Tensor, prompt_mask: Tensor, copies: int, uniforms
     running = torch.ones(len(new), dtype=torch.bool, device=new.device)
     for step in range(uniforms.shape[1]):
         states, cache = hidden_states(model, new, mask if padded else None, rotary, cache)
-        logits = model.lm_head(states)[:, -1]
+        logits = linear(model.lm_head, states)[:, -1]
         token = draw(logits, uniforms[:, step], temperature).masked_fill(~running, pad)
         ids, counted = torch.cat([ids, token[:, None]], dim=1), torch.cat([counted, running[:, None]], dim=1)
         mask = torch.cat([mask, torch.ones_like(running)[:, None]], dim=1)

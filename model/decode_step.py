@@ -7,7 +7,6 @@ attention to it, is in decode_cache.py.
 Letters: n rows still running, H hidden size, D head size, V vocabulary.
 """
 
-from functools import lru_cache
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -18,54 +17,11 @@ from torch import Tensor, nn
 from model.configuration import rotary_tables
 from model.decode_cache import GroupCache, RowCache, RunningCache, fill_holes
 from model.kv_cache import KVCache
+from model.products import gated, pack, plus, times
 
 FEWEST_ROWS = 4  # a product of packed weights with one or two rows takes a third longer than with four
 FEW_ROWS = 4  # up to here attention is so short that a GroupCache's additional operations cost more than they save
 STATIC_SLOTS = 128  # a compiled step has a multiple of so many slots: rollouts of nearly the same length share it
-
-
-@lru_cache
-def can_pack(dtype: torch.dtype) -> bool:
-    """Whether this torch can keep CPU weights in oneDNN's own order; asked once, by trying it.
-
-    With few rows a product from that order takes down to half the time. torch's compiler uses these operators for
-    weights that do not change; they are not documented, so where they are missing there is F.linear.
-    """
-    x, weight = torch.ones(2, 16, dtype=dtype), torch.ones(16, 16, dtype=dtype)
-    try:
-        packed = torch.ops.mkldnn._reorder_linear_weight(weight, None)
-        return bool((plus(x, x, packed) == 17).all()) and bool((gated(x, packed, packed) - 256).abs().max() < 1)
-    except (AttributeError, RuntimeError):
-        return False
-
-
-def pack(weight: Tensor) -> Tensor:
-    """A weight [out, in] in the order in which `times` is fastest; the weight itself where there is no other."""
-    if weight.device.type == "cpu" and can_pack(weight.dtype):
-        return torch.ops.mkldnn._reorder_linear_weight(weight, None)
-    return weight
-
-
-def times(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x [n, in] · weightᵀ + bias, [n, out], of a weight that may be packed."""
-    if weight.is_mkldnn:
-        return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
-    return F.linear(x, weight, bias)
-
-
-def plus(base: Tensor, x: Tensor, weight: Tensor) -> Tensor:
-    """base [n, out] + x [n, in] · weightᵀ, of a weight that may be packed; base may be of higher precision."""
-    if weight.is_mkldnn and base.dtype == x.dtype:
-        return torch.ops.mkldnn._linear_pointwise.binary(x, base, weight, None, "add")
-    return base + times(x, weight)
-
-
-def gated(x: Tensor, gate: Tensor, up: Tensor) -> Tensor:
-    """silu(x · gateᵀ) ⊙ (x · upᵀ), [n, out], of weights that may be packed."""
-    if gate.is_mkldnn:
-        opened = torch.ops.mkldnn._linear_pointwise(x, gate, None, "swish", [], "")
-        return torch.ops.mkldnn._linear_pointwise.binary(x, opened, up, None, "mul")
-    return F.silu(F.linear(x, gate), inplace=True).mul_(F.linear(x, up))
 
 
 def effective_weight(linear: nn.Linear) -> Tensor:

@@ -22,6 +22,7 @@ from model.configuration import MiniMindConfig, rotary_tables
 from model.decoding import DecodingMixin
 from model.kv_cache import KVCache, pack_left
 from model.layout import CachedColumns, PromptsAndAnswers, Rows
+from model.products import Linear
 
 # transformers 5 renamed the field of its outputs; `.past_key_values` reads it in every version
 CACHE_FIELD = "cache" if "cache" in {f.name for f in fields(MoeCausalLMOutputWithPast)} else "past_key_values"
@@ -55,10 +56,10 @@ class Attention(nn.Module):
         self.head_dim = config.head_dim
         self.dropout = config.dropout
         q_size, kv_size = config.num_attention_heads * self.head_dim, config.num_key_value_heads * self.head_dim
-        self.q_proj = nn.Linear(config.hidden_size, q_size, bias=False)
-        self.k_proj = nn.Linear(config.hidden_size, kv_size, bias=False)
-        self.v_proj = nn.Linear(config.hidden_size, kv_size, bias=False)
-        self.o_proj = nn.Linear(q_size, config.hidden_size, bias=False)
+        self.q_proj = Linear(config.hidden_size, q_size, bias=False)
+        self.k_proj = Linear(config.hidden_size, kv_size, bias=False)
+        self.v_proj = Linear(config.hidden_size, kv_size, bias=False)
+        self.o_proj = Linear(q_size, config.hidden_size, bias=False)
         self.q_norm = RMSNorm(self.head_dim, config.rms_norm_eps)
         self.k_norm = RMSNorm(self.head_dim, config.rms_norm_eps)
         self.resid_dropout = nn.Dropout(config.dropout)
@@ -82,9 +83,9 @@ class FeedForward(nn.Module):
 
     def __init__(self, config: MiniMindConfig, intermediate_size: int):
         super().__init__()
-        self.gate_proj = nn.Linear(config.hidden_size, intermediate_size, bias=False)
-        self.up_proj = nn.Linear(config.hidden_size, intermediate_size, bias=False)
-        self.down_proj = nn.Linear(intermediate_size, config.hidden_size, bias=False)
+        self.gate_proj = Linear(config.hidden_size, intermediate_size, bias=False)
+        self.up_proj = Linear(config.hidden_size, intermediate_size, bias=False)
+        self.down_proj = Linear(intermediate_size, config.hidden_size, bias=False)
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -332,7 +333,7 @@ class MiniMindForCausalLM(DecodingMixin, PreTrainedModel):
     def __init__(self, config: MiniMindConfig | None = None):
         super().__init__(config or MiniMindConfig())
         self.model = MiniMindModel(self.config)
-        self.lm_head = nn.Linear(self.config.hidden_size, self.config.vocab_size, bias=False)
+        self.lm_head = Linear(self.config.hidden_size, self.config.vocab_size, bias=False)
         self.post_init()
         if self.config.tie_word_embeddings:
             self.lm_head.weight = self.model.embed_tokens.weight

@@ -7,9 +7,9 @@ import pytest
 import torch
 from tiny_models import prompts, tiny, uniforms
 
-from model import decode_cache, decode_step
+from model import decode_cache, decode_step, products
 from model.decode_cache import GroupCache, RowCache, fill_holes
-from model.decode_step import CompiledStep, DecodeStep, compiled_step, effective_weight, pack, times
+from model.decode_step import CompiledStep, DecodeStep, compiled_step, effective_weight
 from model.kv_cache import KVCache
 from trainer.lora import adapter_off, add_lora, lora_layers
 
@@ -32,20 +32,11 @@ def decoded_and_rescored(model, copies=3, steps=20, **settings):
 # ---- weights ----
 
 
-@pytest.mark.parametrize("rows", [1, 5])
-def test_a_packed_weight_multiplies_as_a_plain_one(rows):
-    torch.manual_seed(1)
-    x, weight, bias = torch.randn(rows, 24), torch.randn(40, 24), torch.randn(40)
-    for given in (weight, pack(weight)):
-        torch.testing.assert_close(times(x, given), x @ weight.T, atol=1e-5, rtol=0)
-        torch.testing.assert_close(times(x, given, bias), x @ weight.T + bias, atol=1e-5, rtol=0)
-
-
 @pytest.mark.parametrize("copies", [1, 3])
 def test_a_torch_without_packed_weights_decodes_the_same(copies, monkeypatch):
     model = tiny()
     before = decoded_and_rescored(model, copies)[0]
-    monkeypatch.setattr(decode_step, "can_pack", lambda dtype: False)
+    monkeypatch.setattr(products, "can_pack", lambda dtype: False)
     torch.testing.assert_close(decoded_and_rescored(model, copies)[0], before, atol=1e-5, rtol=0)
 
 

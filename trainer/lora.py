@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from model.products import Linear
 from trainer.distributed import unwrap_model
 
 # Of attention and feed-forward, experts' included; the experts' router (`gate`), embedding and head stay as they are.
@@ -19,7 +20,7 @@ TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down
 ADAPTER = ("lora_a", "lora_b")
 
 
-class LoRALinear(nn.Linear):
+class LoRALinear(Linear):
     """A linear layer and its adapter. It takes over the layer's own weight and bias, under the names they had."""
 
     def __init__(self, base: nn.Linear, rank: int, alpha: float, generator: torch.Generator):

@@ -1,0 +1,79 @@
+"""Products through oneDNN: what F.linear and its gradients are, and F.linear itself wherever they do not apply."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from model import products
+from model.products import FEWEST_INPUTS, FEWEST_TOKENS, LargeProduct, Linear, gated, pack, plus, times
+
+HAS_ONEDNN = products.can_pack(torch.float32)
+
+
+def layer(inputs=FEWEST_INPUTS, outputs=24, **settings):
+    torch.manual_seed(1)
+    return Linear(inputs, outputs, **{"bias": False, **settings})
+
+
+def called(monkeypatch) -> list:
+    """What goes through oneDNN is noted here."""
+    seen, apply = [], LargeProduct.apply
+    monkeypatch.setattr(LargeProduct, "apply", lambda x, weight: seen.append(x.shape) or apply(x, weight))
+    return seen
+
+
+@pytest.mark.parametrize("rows", [1, 5])
+def test_packed_weights_multiply_as_plain_ones(rows):
+    torch.manual_seed(1)
+    x, weight, other, bias = torch.randn(rows, 24), torch.randn(40, 24), torch.randn(40, 24), torch.randn(40)
+    base = torch.randn(rows, 40)
+    for first, second in ((weight, other), (pack(weight), pack(other))):
+        torch.testing.assert_close(times(x, first), x @ weight.T, atol=1e-5, rtol=0)
+        torch.testing.assert_close(times(x, first, bias), x @ weight.T + bias, atol=1e-5, rtol=0)
+        torch.testing.assert_close(plus(base, x, first), base + x @ weight.T, atol=1e-5, rtol=0)
+        torch.testing.assert_close(gated(x, first, second), F.silu(x @ weight.T) * (x @ other.T), atol=1e-4, rtol=1e-5)
+    kept = base.clone()
+    assert plus(base.double(), x, pack(weight)).dtype == torch.float64, "the sum is as precise as its base"
+    assert base.equal(kept), "nothing is added in place"
+
+
+@pytest.mark.skipif(not HAS_ONEDNN, reason="this torch has no oneDNN products")
+def test_large_products_are_those_of_linear_in_value_and_gradient(monkeypatch):
+    seen = called(monkeypatch)
+    own, x = layer(), torch.randn(2, 40, FEWEST_INPUTS, requires_grad=True)
+    weights = torch.randn(2, 40, 24)
+    found = torch.autograd.grad((own(x) * weights).sum(), [x, own.weight])
+    assert seen == [(80, FEWEST_INPUTS)]
+    wanted = torch.autograd.grad((F.linear(x, own.weight) * weights).sum(), [x, own.weight])
+    torch.testing.assert_close(own(x), F.linear(x, own.weight), atol=1e-5, rtol=0)
+    for one, other in zip(found, wanted):
+        torch.testing.assert_close(one, other, atol=1e-4, rtol=1e-5)
+
+
+@pytest.mark.skipif(not HAS_ONEDNN, reason="this torch has no oneDNN products")
+def test_gradients_are_worked_out_only_for_what_learns():
+    x, weight = torch.randn(40, FEWEST_INPUTS), torch.randn(24, FEWEST_INPUTS)
+    for x_learns, weight_learns in ((True, False), (False, True)):
+        given = x.clone().requires_grad_(x_learns), weight.clone().requires_grad_(weight_learns)
+        LargeProduct.apply(*given).sum().backward()
+        assert (given[0].grad is not None, given[1].grad is not None) == (x_learns, weight_learns)
+
+
+@pytest.mark.parametrize("case", ["few tokens", "small weight", "bias", "double", "autocast", "no operator"])
+def test_everything_else_is_plain(case, monkeypatch):
+    seen = called(monkeypatch)
+    own = layer(64 if case == "small weight" else FEWEST_INPUTS, bias=case == "bias")
+    x = torch.randn(FEWEST_TOKENS - 1 if case == "few tokens" else 100, own.in_features)
+    if case == "double":
+        own, x = own.double(), x.double()
+    if case == "no operator":
+        monkeypatch.setattr(products, "can_pack", lambda dtype: False)
+    with torch.autocast("cpu", torch.bfloat16, enabled=case == "autocast"):
+        assert own(x).equal(F.linear(x, own.weight, own.bias))
+    assert not seen
+
+
+def test_a_layer_is_saved_and_loaded_as_nn_linear():
+    own, plain = layer(), torch.nn.Linear(FEWEST_INPUTS, 24, bias=False)
+    plain.load_state_dict(own.state_dict())
+    assert isinstance(own, torch.nn.Linear) and plain.weight.equal(own.weight)
