@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from model.configuration import rotary_tables
 from model.decode_cache import GroupCache, RowCache, RunningCache, fill_holes
 from model.kv_cache import KVCache
-from model.products import gated, pack, plus, times
+from model.products import PAIR, gated, multiplies_pairs, pack, plus, times
 
 FEWEST_ROWS = 4  # a product of packed weights with one or two rows takes a third longer than with four
 FEW_ROWS = 4  # up to here attention is so short that a GroupCache's additional operations cost more than they save
@@ -60,6 +60,8 @@ class DecodeStep:
         self.embedding = model.model.embed_tokens.weight.detach()
         autocast = torch.is_autocast_enabled(device.type)
         self.dtype = torch.get_autocast_dtype(device.type) if autocast else self.embedding.dtype
+        self.positions = prompts.lengths.repeat_interleave(copies)
+        self.in_pairs = not self.static and len(self.positions) <= PAIR and multiplies_pairs(device, self.dtype)
         # adapters are merged in the precision of the weights, and the sum is cast
         with torch.autocast(device.type, enabled=False):
             self.layers = [self._layer_weights(layer) for layer in model.model.layers]
@@ -67,8 +69,7 @@ class DecodeStep:
             self.head, self.head_bias = self._product_weight(model.lm_head.weight), model.lm_head.bias
             if self.head_bias is not None:
                 self.head_bias = self.head_bias.detach().to(self.dtype)
-        self.positions = prompts.lengths.repeat_interleave(copies)
-        self.fewest = 1 if self.static or not self.layers[0].qkv.is_mkldnn else FEWEST_ROWS
+        self.fewest = PAIR if self.in_pairs else FEWEST_ROWS if self.layers[0].qkv.is_mkldnn else 1
         spare = max(self.fewest - len(self.positions), 0)
         self.positions = F.pad(self.positions, (0, spare))
         self.cache = self._new_cache(prompts, copies, max_new, spare)
@@ -83,7 +84,8 @@ class DecodeStep:
     def _product_weight(self, *weights: Tensor) -> Tensor:
         weight = weights[0] if len(weights) == 1 else torch.cat(weights)
         weight = weight.detach().to(self.dtype)
-        return weight if self.static else pack(weight)  # a compiler sees nothing in a packed one
+        # a compiler sees nothing in a packed one
+        return weight if self.static or self.in_pairs else pack(weight)
 
     def _layer_weights(self, layer: nn.Module) -> LayerWeights:
         attention, mlp = layer.self_attn, layer.mlp

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+PAIR = 2  # rows, for which MKL has a product of its own
 FEWEST_TOKENS = 32  # below, putting the weight into oneDNN's order costs more than it saves
 FEWEST_INPUTS = 256  # of a weight: products with smaller ones take less time than preparing oneDNN for a new size
 
@@ -41,7 +42,16 @@ def times(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x [n, in] · weightᵀ + bias, [n, out], of a weight that may be packed."""
     if weight.is_mkldnn:
         return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+    if len(x) == PAIR and multiplies_pairs(x.device, x.dtype):
+        out = (weight @ x.t()).t().contiguous()
+        return out if bias is None else out + bias
     return F.linear(x, weight, bias)
+
+
+def multiplies_pairs(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether a product of two rows is fastest with the factors in the other order: a third of F.linear's time, and a
+    tenth less than from a packed weight."""
+    return device.type == "cpu" and dtype == torch.float32
 
 
 def plus(base: Tensor, x: Tensor, weight: Tensor) -> Tensor:
@@ -56,7 +66,7 @@ def gated(x: Tensor, gate: Tensor, up: Tensor) -> Tensor:
     if gate.is_mkldnn:
         opened = torch.ops.mkldnn._linear_pointwise(x, gate, None, "swish", [], "")
         return torch.ops.mkldnn._linear_pointwise.binary(x, opened, up, None, "mul")
-    return F.silu(F.linear(x, gate), inplace=True).mul_(F.linear(x, up))
+    return F.silu(times(x, gate), inplace=True).mul_(times(x, up))
 
 
 class LargeProduct(torch.autograd.Function):

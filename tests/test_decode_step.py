@@ -244,3 +244,21 @@ def test_compiled_decoding_gives_the_same_answers():
         model.model.layers[0].mlp.up_proj.weight.data *= 1.5
         model.model.layers[1].self_attn.v_proj.weight.data *= 1.5
     assert isinstance(compiled[0], CompiledStep) and compiled[0] is compiled[1] is compiled[2]
+
+
+@pytest.mark.parametrize(("rows", "copies", "read"), [(1, 1, 2), (2, 1, 2), (1, 2, 2), (3, 1, 4), (1, 3, 4), (3, 2, 6)])
+def test_one_or_two_rows_are_read_as_a_pair_and_more_as_four_at_least(rows, copies, read):
+    """Each answer is what it is among others, also after rows have ended and left."""
+    model = tiny()
+    ids, mask = prompts()
+    u = uniforms(3 * copies, 20)
+    settings = {"max_new_tokens": 20, "num_generations": copies, "eos_token_id": [2, 20, 30]}
+    with torch.no_grad():
+        step = DecodeStep(model, model.model(ids[:rows], use_cache=True)[1], copies, 9)
+    assert len(step.positions) == read
+    assert step.layers[0].out.is_mkldnn == (read > 2 and products.can_pack(torch.float32))
+    several = model.decode(ids, mask, uniforms=u, **settings)
+    few = model.decode(ids[:rows], mask[:rows], uniforms=u[: rows * copies], **settings)
+    n, width = few.completion_ids.shape
+    assert few.completion_ids.equal(several.completion_ids[:n, :width])
+    torch.testing.assert_close(few.logps, several.logps[:n, :width], atol=1e-5, rtol=0)

@@ -22,7 +22,7 @@ def called(monkeypatch) -> list:
     return seen
 
 
-@pytest.mark.parametrize("rows", [1, 5])
+@pytest.mark.parametrize("rows", [1, 2, 5])
 def test_packed_weights_multiply_as_plain_ones(rows):
     torch.manual_seed(1)
     x, weight, other, bias = torch.randn(rows, 24), torch.randn(40, 24), torch.randn(40, 24), torch.randn(40)
