@@ -303,15 +303,16 @@ def test_filled_in_rows_count_in_no_metric():
     assert metrics["reward_std"] == 1.0 and metrics["frac_reward_zero_std"] == 0.0
 
 
-def test_shuffled_rewards_stay_in_their_group_and_depend_on_the_key_alone():
-    rewards = torch.arange(24.0)
-    shuffled = shuffle_within_groups(rewards, 6, (42, 0, 3, 1))
+def test_shuffled_rewards_stay_in_their_group_and_depend_on_its_key_alone():
+    rewards, keys = torch.arange(24.0), [(1, 42, 0, index) for index in (3, 1, 8, 4)]
+    shuffled = shuffle_within_groups(rewards, keys)
     groups = shuffled.view(4, 6)
     assert torch.equal(groups.sort(dim=1).values, rewards.view(4, 6))
     assert not torch.equal(shuffled, rewards)
     assert len({tuple((group - group.min()).tolist()) for group in groups}) > 1  # not one order for all groups
-    assert torch.equal(shuffle_within_groups(rewards, 6, (42, 0, 3, 1)), shuffled)
-    assert not torch.equal(shuffle_within_groups(rewards, 6, (42, 1, 3, 1)), shuffled)
+    halves = [shuffle_within_groups(rewards.view(4, 6)[i::2].flatten(), keys[i::2]).view(2, 6) for i in range(2)]
+    assert torch.equal(torch.stack(halves, dim=1).view(4, 6), groups)  # two ranks
+    assert not torch.equal(shuffle_within_groups(rewards, [(1, 42, 1, *key[3:]) for key in keys]), shuffled)
 
 
 # ---------------------------------------------------------------------------------------------- stopping

@@ -144,7 +144,7 @@ def answer(run: Run, args, batch: dict, attempt: int) -> tuple[RolloutResult, Te
         metadata=batch["metadata"], finished=rollout.finished, return_parts=True, **run.rewards,
     )  # fmt: skip
     if args.shuffle_rewards:
-        rewards = shuffle_within_groups(rewards, args.num_generations, (args.seed, run.progress.epoch, *batch["index"]))
+        rewards = shuffle_within_groups(rewards, keys)
     run.clock.mark("reward")
     return rollout, rewards.to(run.device), {name: values.to(run.device) for name, values in parts.items()}
 

@@ -41,6 +41,8 @@ __all__ = [
     "start_critic", "start_process", "unwrap_model", "weights_path", "wrap_ddp",
 ]  # fmt: skip
 
+SHUFFLE_STREAM = 5  # first word of random keys, like those of run_state.py, samples.py and self_check.py
+
 
 # ---------------------------------------------------------------------------------------------- seeds and schedule
 def setup_seed(seed: int) -> None:
@@ -173,11 +175,12 @@ class SkipGuard:
                                "last checkpoint is untouched")
 
 
-def shuffle_within_groups(rewards: Tensor, group_size: int, key: tuple[int, ...]) -> Tensor:
-    """rewards [N] with places changed within each group of `group_size` consecutive rows; a function of `key`."""
-    groups = rewards.view(-1, group_size)
-    draw = np.random.Generator(np.random.Philox(np.random.SeedSequence(key)))
-    order = torch.from_numpy(np.stack([draw.permutation(group_size) for _ in range(len(groups))]))
+def shuffle_within_groups(rewards: Tensor, keys: list[tuple[int, ...]]) -> Tensor:
+    """rewards [B·G] with places changed within each of the B groups, as that group's key alone says: the same on any
+    number of ranks."""
+    groups = rewards.view(len(keys), -1)
+    draws = [np.random.Generator(np.random.Philox(np.random.SeedSequence((SHUFFLE_STREAM, *key)))) for key in keys]
+    order = torch.from_numpy(np.stack([draw.permutation(groups.shape[1]) for draw in draws]))
     return groups.gather(1, order.to(rewards.device)).flatten()
 
 
