@@ -12,6 +12,7 @@ from pathlib import Path
 import small_runs as small
 import torch
 import torch.distributed as dist
+from option_sets import OPTIONS, with_scorer, write_scorer
 
 from trainer import train_grpo, train_ppo
 from trainer.distributed import rank_and_world, unwrap_model
@@ -21,34 +22,9 @@ from trainer.distributed import rank_and_world, unwrap_model
 GRPO = {"batch_size": 4, "num_generations": 3, "top_k": 20}
 PPO = {"batch_size": 4, "mini_batch_size": 2, "learning_rate": 1e-5, "critic_learning_rate": 1e-5, "top_k": 20,
        "early_stop_kl": 1e9}  # fmt: skip
-# The options in a few configurations, chosen by hand: every option and every value of a choice is in one at least, each
-# switch is on beside most others, and what changes the order of sums (accumulation, minibatches, passes, aggregation)
-# stands with each kind of advantage. A minibatch of GRPO is two groups, one a rank, so that it holds the same rows on
-# any number of ranks. Rewards of 1 and -1 make every fourth group flat.
-OPTIONS = {
-    "options 1": (train_grpo, {**GRPO, "loss_type": "dapo", "num_iterations": 2, "kl_in": "reward",
-                               "kl_estimator": "k1", "kl_target": 0.01, "drop_flat_groups": 1, "overlong_buffer": 4}),
-    "options 2": (train_grpo, {**GRPO, "loss_type": "cispo", "loss_agg": "token", "mini_batch_size": 6,
-                               "kl_estimator": "k2", "advantage": "rloo", "dynamic_sampling": 1, "mask_truncated": 1,
-                               "lora_rank": 2}),
-    "options 3": (train_grpo, {**GRPO, "loss_type": "gspo", "accumulation_steps": 3, "kl_estimator": "k3_unbiased",
-                               "kl_target": 0.01, "entropy_coef": 0.01, "advantage": "batch_std",
-                               "drop_flat_groups": 1, "dynamic_sampling": 1, "lora_rank": 2}),
-    "options 4": (train_grpo, {**GRPO, "loss_type": "grpo", "loss_agg": "constant", "accumulation_steps": 3,
-                               "kl_in": "reward", "advantage": "group_nostd", "entropy_coef": 0.01,
-                               "mask_truncated": 1, "overlong_buffer": 4, "dynamic_sampling": 1}),
-    "options 5": (train_grpo, {**GRPO, "loss_type": "grpo", "loss_agg": "constant", "num_iterations": 2,
-                               "mini_batch_size": 6, "advantage": "batch_std", "kl_in": "reward", "lora_rank": 2,
-                               "kl_target": 0.01, "drop_flat_groups": 1, "mask_truncated": 1, "entropy_coef": 0.01}),
-    "options 6": (train_ppo, {**PPO, "kl_in": "reward", "kl_estimator": "k1", "kl_target": 0.01, "whiten_rewards": 1,
-                              "critic_warmup_steps": 2, "dual_clip": 3.0, "entropy_coef": 0.01}),
-    "options 7": (train_ppo, {**PPO, "kl_estimator": "k2", "whiten_rewards": 1, "missing_eos_penalty": 1.0,
-                              "clip_epsilon_high": 0.4, "accumulation_steps": 3, "dual_clip": 3.0, "lora_rank": 2}),
-    "options 8": (train_ppo, {**PPO, "kl_in": "reward", "kl_estimator": "k3_unbiased", "missing_eos_penalty": 1.0,
-                              "kl_target": 0.01, "critic_warmup_steps": 1, "entropy_coef": 0.01, "lora_rank": 2,
-                              "clip_epsilon_high": 0.4}),
-}  # fmt: skip
-# 19 prompts in steps of 4 make 5 steps, of which the last has 3: on two ranks one of them fills up with a copy.
+SIZES = {train_grpo: GRPO, train_ppo: PPO}
+# 19 prompts in steps of 4 make 5 steps, of which the last has 3: on two ranks one of them fills up with a copy. The
+# many sets of options have 3 steps, of which the last is such a one too.
 CONFIGS = {
     "cispo": (train_grpo, {**GRPO, "loss_type": "cispo"}),
     "cispo, accumulation 3": (train_grpo, {**GRPO, "loss_type": "cispo", "accumulation_steps": 3}),
@@ -60,7 +36,8 @@ CONFIGS = {
     "ppo, early stop": (train_ppo, {**PPO, "early_stop_kl": 3e-3}),
     "ppo, early stop, accumulation 3": (train_ppo, {**PPO, "early_stop_kl": 3e-3, "accumulation_steps": 3}),
     "ppo, rewards missing": (train_ppo, {**PPO, "max_steps": 3}),
-    **{name: (script, {"learning_rate": 1e-5, **flags}) for name, (script, flags) in OPTIONS.items()},
+    **{name: (script, {**SIZES[script], "learning_rate": 1e-5, "data": "few.jsonl", **flags})
+       for name, (script, flags) in OPTIONS.items()},
 }
 # These need two ranks to mean something, or their loss is not a sum over rows (experts share the load of a batch).
 ONLY_RANKS = {
@@ -80,17 +57,18 @@ MISSING = ("(3)", "(4)", "(9)", "(12)", "(17)")  # prompts whose answers get no 
 
 
 def make_inputs(folder: Path, vocab_size: int) -> None:
-    """Weights, and three files of prompts: 19 different ones, one, and four times the same."""
+    """Weights, a reward model, and files of prompts: 19 and 11 different ones, one, and four times the same."""
     small.write_weights(folder, vocab_size, use_moe=True)
-    small.write_weights(folder, vocab_size)
+    write_scorer(small.write_weights(folder, vocab_size) / f"{small.WEIGHTS}_{small.WIDTH}.pth")
     small.write_prompts(folder / "prompts.jsonl", 19)
+    small.write_prompts(folder / "few.jsonl", 11)
     line = small.write_prompts(folder / "one.jsonl", 1).read_text(encoding="utf-8")
     (folder / "same.jsonl").write_text(4 * line, encoding="utf-8")
 
 
 def flags_of(name: str, folder: Path, out: Path, **changes) -> list[str]:
     """This process's command line of a configuration."""
-    flags = {**(CONFIGS | ONLY_RANKS)[name][1], **changes}
+    flags = with_scorer({**(CONFIGS | ONLY_RANKS)[name][1], **changes}, folder)
     world = rank_and_world()[1]
     for size in ("batch_size", "mini_batch_size"):
         if size in flags:
@@ -109,7 +87,7 @@ def all_ranks_equal(models) -> bool:
 
 
 def sign_rewards(*args, return_parts=False, **settings):
-    """`text_rewards`, but -1 or 1."""
+    """`text_rewards`, but -1 or 1: every fourth group of three is flat."""
     rewards, parts = small.text_rewards(*args, return_parts=True, **settings)
     return rewards.sign(), {**parts, "rm": rewards.sign()}
 

@@ -4,9 +4,12 @@ import subprocess
 import sys
 
 import pytest
+from option_sets import CHOICES, SWITCHES, missing_pairs
 
 from trainer import train_grpo, train_ppo
-from trainer.arguments import REPO_ROOT
+from trainer.arguments import (
+    REPO_ROOT, add_actor_critic_flags, add_group_flags, add_kl_flags, add_lora_flags,
+)  # fmt: skip
 
 REFUSED = [
     (train_grpo, "--loss_type gspo --loss_agg token", ("--loss_type gspo", "--loss_agg")),
@@ -76,3 +79,33 @@ def test_the_upper_clip_follows_the_lower():
     found = [train_ppo.parse_args(flags.split()).clip_epsilon_high
              for flags in ("", "--clip_epsilon 0.1", "--clip_epsilon 0.1 --clip_epsilon_high 0.3")]
     assert found == [0.2, 0.1, 0.3]
+
+
+# ---------------------------------------------------------------------------------------------- sets of options
+def is_refused(script, pair) -> bool:
+    """Whether the command line refuses the two options together."""
+    words = [word for name, value in pair if value is not None for word in (f"--{name}", str(value))]
+    try:
+        script.parse_args(words)
+    except SystemExit:
+        return True
+    return False
+
+
+@pytest.mark.parametrize("script", [train_grpo, train_ppo])
+def test_every_pair_of_options_that_go_together_is_in_a_set_that_ranks_and_resumed_runs_are_compared_on(script):
+    missing = missing_pairs(script)
+    assert [pair for pair in missing if not is_refused(script, pair)] == []
+    assert len(missing) == {train_grpo: 4, train_ppo: 0}[script]  # gspo with token and constant; accumulation
+
+
+@pytest.mark.parametrize(("script", "groups"), [(train_grpo, [add_group_flags]), (train_ppo, [add_actor_critic_flags])])
+def test_every_option_has_its_place_in_the_sets(script, groups):
+    """But those that only say how strong another one is."""
+    names = []
+    for add_flags in (*groups, add_lora_flags):
+        add_flags(lambda name, *_: names.append(name[2:]))
+    add_kl_flags(lambda name, *_: names.append(name[2:]), "weight")
+    assert set(names) - {"kl_horizon", "lora_alpha"} <= CHOICES[script].keys() | SWITCHES[script].keys()
+    defaults = vars(script.parse_args([]))
+    assert all(defaults[name] != value for name, value in SWITCHES[script].items())

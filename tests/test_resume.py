@@ -12,6 +12,7 @@ import pytest
 import ranks_driver
 import small_runs as small
 import torch
+from option_sets import OPTIONS, with_scorer, write_scorer
 from small_runs import Killed, argv, dies_at, metrics_lines, resume_content, run_script, same_state
 
 from trainer import checkpoints, train_grpo, train_ppo
@@ -24,7 +25,9 @@ GRPO, PPO = {"num_generations": 3}, {"mini_batch_size": 1, "critic_learning_rate
 
 @pytest.fixture(scope="module")
 def weights(tokenizer, tmp_path_factory):
-    return small.write_weights(tmp_path_factory.mktemp("lively"), len(tokenizer))
+    folder = small.write_weights(tmp_path_factory.mktemp("lively"), len(tokenizer))
+    write_scorer(folder / f"{small.WEIGHTS}_{small.WIDTH}.pth")
+    return folder
 
 
 @pytest.fixture
@@ -97,14 +100,16 @@ def test_killed_and_resumed(flags, tmp_path, script, changes, where, calls):
         assert {line["early_stop"] for line in metrics_lines(tmp_path / "straight" / "run")} == {0.0, 1.0}
 
 
-@pytest.mark.parametrize("name", ranks_driver.OPTIONS)
-def test_killed_and_resumed_with_options(flags, tmp_path, name):
-    """The covering set of options that ranks are compared over; killed after a save and between two."""
-    script, changes = ranks_driver.OPTIONS[name]
-    changes = {**changes, "batch_size": 2, "save_interval": 2}
+@pytest.mark.parametrize("name", OPTIONS)
+def test_killed_and_resumed_with_options(flags, weights, tmp_path, name):
+    """The covering sets of options that ranks are compared over; killed between two saves."""
+    script, changes = OPTIONS[name]
+    changes = {**with_scorer(changes, weights), "save_interval": 2}
+    if "mini_batch_size" in changes:
+        changes["mini_batch_size"] = 3  # of the 6 answers of a step here
     assert run_script(script, flags("straight", script, **changes), ranks_driver.sign_rewards)[0] == 0
     again = flags("resumed", script, **changes, from_resume=1)
-    killed(script, again, ranks_driver.sign_rewards, debug_print=dies_at(script.debug_print, 4))
+    killed(script, again, ranks_driver.sign_rewards, debug_print=dies_at(script.debug_print, 3))
     assert run_script(script, again, ranks_driver.sign_rewards)[0] == 0
     assert_same_run(script, tmp_path / "straight", tmp_path / "resumed")
     if "kl_target" in changes:
