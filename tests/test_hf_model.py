@@ -212,11 +212,10 @@ def test_starter_keeps_its_prompts_and_takes_the_model_from_the_folder(folders, 
 # ---------------------------------------------------------------------------------------------- its parts
 def opened(folder):
     """(model, tokenizer) as a run loads them."""
-    args = train_grpo.parse_args(["--hf_model", str(folder), "--max_seq_len", "64", "--max_gen_len", "64"])
-    config = hf_model.read_hf_config(args.hf_model, False)
-    tokenizer = load_tokenizer(args.tokenizer_path, pad_with_eos=True)
-    hf_model.fit_hf_config(config, tokenizer, args)
-    return hf_model.load_hf_model(config, args, "cpu"), tokenizer
+    config = hf_model.read_hf_config(str(folder), False)
+    tokenizer = load_tokenizer(str(folder), pad_with_eos=True)
+    hf_model.fit_hf_config(config, tokenizer, str(folder))
+    return hf_model.load_hf_model(config, tokenizer, str(folder), "cpu"), tokenizer
 
 
 def test_answers_are_sampled_as_told_and_not_as_the_folder_would(folders):

@@ -1,5 +1,6 @@
 """The start-up check finds each thing that would make a run's numbers wrong, and says which."""
 
+import copy
 import dataclasses
 
 import pytest
@@ -68,10 +69,46 @@ def test_ids_that_tokenizer_and_model_see_differently_are_found(run_and_args, mo
         self_check.self_check(run, args)
 
 
+TURNS = "{% for m in messages %}"
+HEADER = "{% if add_generation_prompt %}<a>{% endif %}"
+TEMPLATES = {
+    "header": (TURNS + "<{{ m.role[0] }}>{{ m.content }}</s>{% endfor %}" + HEADER, "prompts end where"),
+    "a block that thinks": (TURNS + "<{{ m.role[0] }}>{{ m.content }}</s>{% endfor %}"
+                            "{% if add_generation_prompt %}<a><think>{% endif %}", "prompts end where"),
+    "an empty block before the answer": (
+        TURNS + "<{{ m.role[0] }}>{{ '<think></think>' if m.role == 'assistant' }}{{ m.content }}</s>{% endfor %}"
+        + HEADER, "prompts end where"),
+    "an end token after all that is no prompt": (
+        TURNS + "<{{ m.role[0] }}>{{ m.content }}{% endfor %}{{ '<a>' if add_generation_prompt else '</s>' }}",
+        "prompts end where"),
+    "the end of the user's turn": (TURNS + "{% if m.role == 'user' %}[INST] {{ m.content }} [/INST]{% else %} "
+                                   "{{ m.content }}</s>{% endif %}{% endfor %}", "prompts end where"),
+    "no answers in it": ("{% for m in messages %}{{ '<u>' + m.content if m.role == 'user' else '<a>' }}{% endfor %}",
+                         "does not show in this chat template"),
+    "none": (TURNS + "{{ m.content }}{% endfor %}", "nothing between a user's words and the assistant's"),
+    "none for prompts": (TURNS + "<{{ m.role[0] }}>{{ m.content }}</s>{% endfor %}",
+                         "puts '</s><a>' between a user's words and the assistant's, but after a prompt .* '</s>'"),
+    "another for prompts": (TURNS + "<{{ m.role[0] }}>{{ m.content }}</s>{% endfor %}"
+                            "{% if add_generation_prompt %}<b>{% endif %}", "puts '</s><a>' .* '</s><b>'"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", TEMPLATES)
+def test_where_the_assistant_speaks_is_checked_in_all_kinds_of_chat_templates(kind, tokenizer):
+    template, words = TEMPLATES[kind]
+    other = copy.deepcopy(tokenizer)
+    other.chat_template = template
+    if words.startswith(("prompts", "does")):
+        assert words in self_check.check_template(other)
+    else:
+        with pytest.raises(RuntimeError, match=words):
+            self_check.check_template(other)
+
+
 def test_a_template_without_assistant_header_is_found(run_and_args, monkeypatch):
     run, args = run_and_args
     monkeypatch.setattr(run.tokenizer, "chat_template", "{% for m in messages %}{{ m['content'] }}{% endfor %}")
-    with pytest.raises(RuntimeError, match="does not end with an assistant header"):
+    with pytest.raises(RuntimeError, match="nothing between a user's words and the assistant's"):
         self_check.self_check(run, args)
 
 

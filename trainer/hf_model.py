@@ -24,13 +24,13 @@ LANGUAGE_MODELS = ("ForCausalLM", "LMHeadModel")  # what names of their classes 
 
 
 # ---------------------------------------------------------------------------------------------- reading
-def read_hf_config(folder: str, trust_remote_code: bool):
+def read_hf_config(folder: str, trust_remote_code: bool, flag: str = "--hf_model"):
     """The configuration of the causal language model in a folder, checked before anything slow is loaded.
 
-    Raises: FileNotFoundError for a folder, config.json or weights that are not there; ValueError for a model of another
-    kind, or a quantised one, whose weights cannot be trained.
+    flag: what errors call it. Raises: FileNotFoundError for a folder, config.json or weights that are not there;
+    ValueError for a model of another kind, or a quantised one, whose weights cannot be trained.
     """
-    where, path = f"--hf_model {folder}", Path(folder)
+    where, path = f"{flag} {folder}", Path(folder)
     if not path.is_dir():
         raise FileNotFoundError(f"{where}: no such folder; expected one with config.json, weights and a tokenizer, as "
                                 "save_pretrained writes it")
@@ -56,16 +56,24 @@ def read_hf_config(folder: str, trust_remote_code: bool):
     return config
 
 
-def fit_hf_config(config, tokenizer, args) -> None:
-    """Give the config the tokenizer's special ids; a tokenizer without a pad token pads with its end token.
+def fit_hf_config(config, tokenizer, folder: str, flag: str = "--hf_model") -> None:
+    """Give the config of a folder the tokenizer's special ids, as far as the model goes by them.
 
-    Raises: ValueError for a tokenizer larger than the model, longer texts than it has positions for, or a chat template
-    that refuses the system turns --system_ratio asks for.
+    Raises: ValueError for a tokenizer larger than the model.
+    """
+    if len(tokenizer) > config.vocab_size:
+        raise ValueError(f"{flag} {folder}: the tokenizer has {len(tokenizer)} tokens, the model only "
+                         f"{config.vocab_size}; pass the tokenizer it was trained with (--tokenizer_path)")
+    config.eos_token_id, config.pad_token_id = tokenizer.eos_token_id, tokenizer.pad_token_id
+
+
+def check_training_texts(config, tokenizer, args) -> None:
+    """Whether the model of --hf_model and its tokenizer can take the prompts and answers that the flags ask for.
+
+    Raises: ValueError for longer texts than it has positions for, or a chat template that refuses the system turns
+    --system_ratio asks for.
     """
     where = f"--hf_model {args.hf_model}"
-    if len(tokenizer) > config.vocab_size:
-        raise ValueError(f"{where}: the tokenizer has {len(tokenizer)} tokens, the model only {config.vocab_size}; "
-                         "pass the tokenizer it was trained with (--tokenizer_path)")
     positions = getattr(config, "max_position_embeddings", None) or 2**62
     if args.max_seq_len + args.max_gen_len > positions:
         raise ValueError(f"--max_seq_len {args.max_seq_len} + --max_gen_len {args.max_gen_len} are more than the "
@@ -76,10 +84,20 @@ def fit_hf_config(config, tokenizer, args) -> None:
     except Exception as error:  # noqa: BLE001 - templates raise what they like
         raise ValueError(f"{where}: its chat template refuses {'a system turn' if args.system_ratio else 'a turn'}: "
                          f"{error}; with --system_ratio 0 none is added") from error
-    if tokenizer.eos_token not in whole:
-        Logger(f"warning: the chat template of {where} does not end a turn with the tokenizer's end token "
-               f"{tokenizer.eos_token}, but only that ends an answer here")
-    config.eos_token_id, config.pad_token_id = tokenizer.eos_token_id, tokenizer.pad_token_id
+    ends = tokenizer.convert_ids_to_tokens(end_ids(args.hf_model, tokenizer, config))
+    if not any(end in whole for end in ends):
+        Logger(f"warning: the chat template of {where} does not end a turn with {' or '.join(ends)}, but only that "
+               "ends an answer here")
+
+
+def end_ids(folder: str, tokenizer, config) -> list[int]:
+    """The ids that end an answer: the tokenizer's end token, then those named in the folder's generation_config.json
+    (chat models often end in two ways) and in its config.json. Ids that the model does not have are left out."""
+    found = [tokenizer.eos_token_id]
+    for path in (Path(folder) / name for name in reversed(CONFIGS)):
+        named = read_json(path).get("eos_token_id") if path.is_file() else None
+        found += named if isinstance(named, list) else [named]
+    return list(dict.fromkeys(token for token in found if isinstance(token, int) and 0 <= token < config.vocab_size))
 
 
 def folder_files(folder: str, tokenizer_path: str) -> dict[str, bytes]:
@@ -92,30 +110,33 @@ def folder_files(folder: str, tokenizer_path: str) -> dict[str, bytes]:
     return found
 
 
-def load_hf_model(config, args, device: str) -> nn.Module:
-    """The model of --hf_model in float32, in evaluation mode; `folder_files` is what its folder held beside weights.
+def load_hf_model(config, tokenizer, folder: str, device: str, *, trust_remote_code: bool = False,
+                  flag: str = "--hf_model") -> nn.Module:
+    """The model in a folder in float32, in evaluation mode; `folder_files` is what its folder held beside weights.
 
-    It samples as it is told to, and not as its generation_config.json would; experts have no balance loss.
+    It samples as it is told to, and not as its generation_config.json would, but ends answers where that says; experts
+    have no balance loss.
     Raises: ValueError for weights that cannot be read, or that are not all there: none is filled in at random.
     """
-    where = f"--hf_model {args.hf_model}"
+    where = f"{flag} {folder}"
     logging.disable_progress_bar()
     try:
-        model, found = AutoModelForCausalLM.from_pretrained(
-            args.hf_model, config=config, dtype=torch.float32, output_loading_info=True,
-            trust_remote_code=bool(args.trust_remote_code),
-        )  # fmt: skip
+        model, found = AutoModelForCausalLM.from_pretrained(folder, config=config, dtype=torch.float32,
+                                                            output_loading_info=True,
+                                                            trust_remote_code=trust_remote_code)
     except Exception as error:  # noqa: BLE001 - the library raises many types for an unreadable folder
         raise ValueError(f"{where}: its weights cannot be loaded: {error}") from error
     missing = sorted(map(str, [*found["missing_keys"], *found["mismatched_keys"]]))
     if missing:
         raise ValueError(f"{where}: {len(missing)} weights are missing or of another shape, {missing[0]} first")
-    ids = {name: getattr(config, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
-    model.generation_config = GenerationConfig(**ids, use_cache=True)
+    model.generation_config = GenerationConfig(
+        bos_token_id=config.bos_token_id, eos_token_id=end_ids(folder, tokenizer, config),
+        pad_token_id=config.pad_token_id, use_cache=True,
+    )  # fmt: skip
     model.config.use_cache = False  # in an update, keys and values would only be kept
     if getattr(model.config, "output_router_logits", False):
         model.config.output_router_logits = False
-    model.folder_files = folder_files(args.hf_model, args.tokenizer_path)
+    model.folder_files = folder_files(folder, tokenizer.name_or_path)
     return model.to(device).eval()
 
 

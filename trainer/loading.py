@@ -17,7 +17,7 @@ from model.model_minimind import MiniMindConfig, MiniMindForCausalLM, MOEFeedFor
 from trainer.arguments import REPO_ROOT
 from trainer.checkpoints import lm_checkpoint, load_weights, missing_weights_message, weights_path
 from trainer.distributed import Logger, rank_and_world
-from trainer.hf_model import checkpoint_layers, fit_hf_config, load_hf_model, read_hf_config
+from trainer.hf_model import check_training_texts, checkpoint_layers, fit_hf_config, load_hf_model, read_hf_config
 from trainer.lora import AdapterOff, add_lora, plain_state
 from trainer.reward_plugins import needs_reward_model, reward_settings
 from trainer.reward_model import LMForRewardModel, check_reward_model_path
@@ -274,7 +274,8 @@ def load_roles(args, device: str, *, with_reference: bool) -> Roles:
     check_inputs(args, config)
     tokenizer = load_tokenizer(args.tokenizer_path, bool(args.trust_remote_code), pad_with_eos=foreign)
     if foreign:
-        fit_hf_config(config, tokenizer, args)
+        fit_hf_config(config, tokenizer, args.hf_model)
+        check_training_texts(config, tokenizer, args)
     dataset, heldout = open_datasets(args, tokenizer)
     resumed = lm_checkpoint(config, args.save_weight, save_dir=args.checkpoint_dir) if args.from_resume else None
     if resumed:
@@ -284,7 +285,10 @@ def load_roles(args, device: str, *, with_reference: bool) -> Roles:
     start = {"save_dir": args.weight_dir, "device": device, "tokenizer": tokenizer, "seed": args.seed, "state": state}
 
     def fresh() -> nn.Module:
-        return load_hf_model(config, args, device) if foreign else init_model(config, args.from_weight, **start)[0]
+        if foreign:
+            return load_hf_model(config, tokenizer, args.hf_model, device,
+                                 trust_remote_code=bool(args.trust_remote_code))
+        return init_model(config, args.from_weight, **start)[0]
 
     model = without_dropout(fresh())
     if not foreign:

@@ -38,16 +38,17 @@ BLOCK_ELEMENTS = 1 << 24  # float32 numbers in one block of logits (64 MiB)
 LOWEST_LOG_PROB = -1e4  # nats; exp of it is 0, and 0·-inf of a token ruled out must not make an entropy NaN
 
 
-def mask_until_eos(completion_ids: Tensor, completion_mask: Tensor, eos_token_id: int) -> Tensor:
+def mask_until_eos(completion_ids: Tensor, completion_mask: Tensor, eos_token_id: int | list[int]) -> Tensor:
     """Which response tokens count: those the engine produced, up to and including the first EOS of the row.
 
     A pad id sampled in the middle of an answer counts; an EOS id standing in the padding ends nothing.
-    Args: completion_ids [N, R] token ids; completion_mask [N, R], True = produced by the engine.  Returns: bool [N, R].
+    Args: completion_ids [N, R] token ids; completion_mask [N, R], True = produced by the engine; eos_token_id: the id
+        that ends an answer, or all that do.  Returns: bool [N, R].
     """
     check_same_shape(completion_ids=completion_ids, completion_mask=completion_mask)
     check_fit("[N, R]", completion_ids.ndim == 2, completion_ids=completion_ids)
     produced = completion_mask.bool()
-    is_eos = (completion_ids == eos_token_id) & produced
+    is_eos = torch.isin(completion_ids, torch.as_tensor(eos_token_id, device=completion_ids.device)) & produced
     return produced & (is_eos.long().cumsum(dim=1) - is_eos.long() == 0)
 
 

@@ -270,9 +270,9 @@ class TorchRolloutEngine(RolloutEngine):
 
     def _generate(self, model, prompt_ids, attention_mask, num_generations, keys, sampling, logp_temperature, on_token):
         """Any causal LM of transformers: `.generate` to sample, one forward to score. It tells no progress."""
-        eos = self.tokenizer.eos_token_id
+        ends = answer_ends(model, self.tokenizer)
         settings = {"max_new_tokens": sampling["max_new_tokens"], "do_sample": sampling["temperature"] > 0,
-                    "num_return_sequences": num_generations, "eos_token_id": eos,
+                    "num_return_sequences": num_generations, "eos_token_id": ends,
                     "pad_token_id": self.tokenizer.pad_token_id, "repetition_penalty": 1.0}
         if settings["do_sample"]:
             settings.update(temperature=sampling["temperature"], top_p=sampling["top_p"], top_k=sampling["top_k"])
@@ -285,14 +285,27 @@ class TorchRolloutEngine(RolloutEngine):
         if settings["num_return_sequences"] != num_generations:
             output_ids = output_ids.repeat_interleave(num_generations, 0)
         completion_ids = output_ids[:, prompt_ids.size(1) :]
-        mask = mask_until_eos(completion_ids, torch.ones_like(completion_ids, dtype=torch.bool), eos)
+        mask = mask_until_eos(completion_ids, torch.ones_like(completion_ids, dtype=torch.bool), ends)
         full_mask = torch.cat([attention_mask.repeat_interleave(num_generations, 0), mask], dim=1)
         width, at_once = completion_ids.size(1), max(1, SCORED_AT_ONCE // output_ids.size(1))
         with evaluation_mode(model):
             logps = torch.cat([compute_per_token_logps(model, ids, width, real.long(), logp_temperature)
                                for ids, real in zip(output_ids.split(at_once), full_mask.split(at_once), strict=True)])
-        finished = ((completion_ids == eos) & mask).any(dim=1)
-        return completion_ids, logps.masked_fill(~mask, 0.0), mask, finished
+        return completion_ids, logps.masked_fill(~mask, 0.0), mask, has_ended(completion_ids, mask, ends)
+
+
+def answer_ends(model: nn.Module, tokenizer) -> list[int]:
+    """The ids that end an answer: the tokenizer's end token first, then those that a model of transformers names."""
+    bare = unwrap_model(model)
+    named = None if isinstance(bare, MiniMindForCausalLM) else bare.generation_config.eos_token_id
+    if not isinstance(named, list):
+        named = [] if named is None else [named]
+    return list(dict.fromkeys([tokenizer.eos_token_id, *named]))
+
+
+def has_ended(completion_ids: Tensor, mask: Tensor, ends: list[int]) -> Tensor:
+    """bool [N]: whether one of these ids is among an answer's tokens; False is an answer that was cut at the limit."""
+    return (torch.isin(completion_ids, torch.tensor(ends, device=completion_ids.device)) & mask).any(dim=1)
 
 
 def sample_answers(engine: RolloutEngine, tokenizer, prompt_ids: list[list[int]], keys: list[tuple[int, ...]], args,

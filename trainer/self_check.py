@@ -8,7 +8,7 @@ import torch
 
 from trainer.distributed import Logger, check_same_weights, unwrap_model
 from trainer.rewards import calculate_rewards
-from trainer.rollout_engine import compute_per_token_logps, sample_answers
+from trainer.rollout_engine import answer_ends, compute_per_token_logps, sample_answers
 from trainer.trainer_utils import autocast_context
 
 PROBE_STREAM = 4  # first word of the random keys of the probe
@@ -60,20 +60,47 @@ def self_check(run, args) -> None:
 
 
 def check_tokenizer(run) -> str:
-    """EOS and pad ids agree between tokenizer and model, and prompts end where the assistant is to speak."""
+    """EOS and pad ids agree between tokenizer and model, and prompts end where the assistant is to speak.
+
+    Raises: RuntimeError that says what does not.
+    """
     tokenizer, config = run.tokenizer, run.config
     for name in ("eos_token_id", "pad_token_id"):
         if getattr(tokenizer, name) != getattr(config, name):
             raise RuntimeError(f"self-check: {name} is {getattr(tokenizer, name)} in the tokenizer and "
                                f"{getattr(config, name)} in the model; pass the tokenizer the weights were trained "
                                "with (--tokenizer_path)")
-    question = [{"role": "user", "content": "?"}]
-    plain = tokenizer.apply_chat_template(question, tokenize=False, add_generation_prompt=False)
-    opened = tokenizer.apply_chat_template(question, tokenize=False, add_generation_prompt=True)
-    if not opened.startswith(plain) or opened == plain:
-        raise RuntimeError("self-check: the chat template does not end with an assistant header when asked to, so the "
-                           "model would go on with the user's turn; pass another tokenizer (--tokenizer_path)")
-    return f"EOS {config.eos_token_id} and pad {config.pad_token_id} agree; prompts end with the assistant's header"
+    policy = next(iter(run.models.values()))
+    ends = " or ".join(str(token) for token in answer_ends(policy, tokenizer))
+    return f"EOS {ends} and pad {config.pad_token_id} agree; {check_template(tokenizer)}"
+
+
+def check_template(tokenizer) -> str:
+    """Prompts end with what the chat template puts between a user's words and the assistant's in a conversation.
+
+    That may be an assistant header, which the template adds to prompts when asked to, or the end of the user's turn
+    ("[/INST]"), which it need not add. Raises: RuntimeError if nothing is there, or prompts lack it.
+    """
+    question, answer = "QUESTION", "ANSWER"
+    turns = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+    plain, prompt = (tokenizer.apply_chat_template(turns[:1], tokenize=False, add_generation_prompt=asked)
+                     for asked in (False, True))
+    try:
+        whole = tokenizer.apply_chat_template(turns, tokenize=False)
+    except Exception:  # noqa: BLE001 - templates raise what they like
+        whole = ""
+    after, between = (text.rpartition(question)[2] for text in (prompt, whole.partition(answer)[0]))
+    if question not in prompt or question not in whole or answer not in whole:
+        return "whether prompts end where the assistant is to speak does not show in this chat template"
+    if not between.strip():
+        raise RuntimeError("self-check: the chat template puts nothing between a user's words and the assistant's, so "
+                           "the model would go on with the user's turn; pass another tokenizer (--tokenizer_path)")
+    if not after.startswith(between.rstrip()) and (prompt == plain or not between.startswith(after.rstrip())):
+        raise RuntimeError(f"self-check: in a conversation the chat template puts {between!r} between a user's words "
+                           f"and the assistant's, but after a prompt that is to be answered {after!r}: it has no "
+                           "assistant header for prompts (add_generation_prompt), so the model would have to write it; "
+                           "pass another tokenizer (--tokenizer_path)")
+    return "prompts end where the assistant is to speak"
 
 
 def _largest(difference: torch.Tensor, mask: torch.Tensor) -> float:

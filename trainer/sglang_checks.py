@@ -65,7 +65,7 @@ def check_server(server: SGLangServer, config) -> None:
            f"{server.context or 'unknown'} tokens")
 
 
-def probe_server(server: SGLangServer, model: nn.Module, eos_token_id: int, version: str | None) -> str:
+def probe_server(server: SGLangServer, model: nn.Module, end_ids: tuple[int, ...], version: str | None) -> str:
     """What a server divides logits by in the log-probs it reports, found with two requests.
 
     A greedy answer's log-probs must be the trainer's: that proves the weights. Those of an answer at PROBE_TEMPERATURE
@@ -78,7 +78,7 @@ def probe_server(server: SGLangServer, model: nn.Module, eos_token_id: int, vers
     prompt = [(1 + max(1, vocab_size // 8) * i) % vocab_size for i in range(8)]
 
     def ask(temperature: float) -> tuple[list[int], Tensor]:
-        sampling = Sampling(PROBE_TOKENS, temperature, 1.0, 0, eos_token_id, ignore_eos=True)
+        sampling = Sampling(PROBE_TOKENS, temperature, 1.0, 0, end_ids, ignore_eos=True)
         job = Job(f"the probe at temperature {temperature:g}", prompt, 1, sampling)
         answer = server.generate(job, vocab_size, version)
         return answer.ids, torch.tensor(answer.logps)

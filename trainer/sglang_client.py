@@ -44,7 +44,7 @@ class Sampling(NamedTuple):
     temperature: float
     top_p: float
     top_k: int
-    eos_token_id: int
+    end_ids: tuple[int, ...]  # each ends an answer
     ignore_eos: bool = False
 
 
@@ -289,7 +289,7 @@ class SGLangServer:
         settings = {
             "max_new_tokens": room, "temperature": sampling.temperature, "top_p": sampling.top_p,
             "top_k": sampling.top_k or -1, "min_p": 0.0, "repetition_penalty": 1.0, "frequency_penalty": 0.0,
-            "presence_penalty": 0.0, "min_new_tokens": 0, "stop_token_ids": [sampling.eos_token_id], "n": 1,
+            "presence_penalty": 0.0, "min_new_tokens": 0, "stop_token_ids": list(sampling.end_ids), "n": 1,
             "ignore_eos": sampling.ignore_eos, "skip_special_tokens": False, "spaces_between_special_tokens": False,
             "no_stop_trim": True,
         }  # fmt: skip
@@ -348,9 +348,10 @@ def read_answer(result, max_new_tokens: int, vocab_size: int, sampling: Sampling
     if len(ids) > max_new_tokens:
         raise ValueError(f"{len(ids)} tokens came back, at most {max_new_tokens} were asked for")
     matched = finish.get("matched") if isinstance(finish, dict) else None
-    if kind == "stop" and matched is not None and matched != sampling.eos_token_id:
-        raise ValueError(f"the server stopped at {matched!r}, but the trainer's end token is {sampling.eos_token_id}: "
-                         "launch it with the folder that scripts/convert_model.py wrote")
+    if kind == "stop" and matched is not None and matched not in sampling.end_ids:
+        raise ValueError(f"the server stopped at {matched!r}, but the trainer's end token is "
+                         f"{' or '.join(map(str, sampling.end_ids))}: launch it with the folder that "
+                         "scripts/convert_model.py wrote, or that --hf_model names")
     return Answer(ids, [float(logp) for logp in logps])
 
 

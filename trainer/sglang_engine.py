@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from model.export import read_json
 from trainer.distributed import Logger, rank_and_world, unwrap_model
 from trainer.rl_math import mask_until_eos
-from trainer.rollout_engine import RolloutEngine, RolloutResult, answer_keys, decode_texts
+from trainer.rollout_engine import RolloutEngine, RolloutResult, answer_ends, answer_keys, decode_texts, has_ended
 from trainer.sglang_checks import check_launch_folder, check_server, probe_server
 from trainer.sglang_client import Answer, Job, Sampling, ServerLost, SGLangServer
 from trainer.sglang_weights import WeightVersions
@@ -93,6 +93,7 @@ class SGLangRolloutEngine(RolloutEngine):
         self.vocab_size = _vocabulary_of(model_path) or len(self.tokenizer)
         self.versions = WeightVersions(Path(shared_ckpt_path), dtype)
         self._policy: nn.Module | None = None
+        self.end_ids = (self.tokenizer.eos_token_id,)
         self._pushes = self._withheld = 0  # versions sent; update_policy calls since the last
         self._group = None
 
@@ -160,7 +161,7 @@ class SGLangRolloutEngine(RolloutEngine):
 
         Raises: ValueError or RuntimeError on every rank; the servers then still have the weights of before.
         """
-        self._policy = model
+        self._policy, self.end_ids = model, tuple(answer_ends(model, self.tokenizer))
         self._withheld += 1
         if self._pushes == 0 or self._withheld >= self.sync_interval:
             self.sync()
@@ -247,7 +248,7 @@ class SGLangRolloutEngine(RolloutEngine):
 
         def probe(server: SGLangServer) -> str:
             self._refresh()
-            return probe_server(server, model, self.tokenizer.eos_token_id, self.versions.version)
+            return probe_server(server, model, self.end_ids, self.versions.version)
 
         found = {server.url: self._with_recovery(lambda s=server: probe(s)) for server in self.servers}
         if len(set(found.values())) > 1:
@@ -292,7 +293,7 @@ class SGLangRolloutEngine(RolloutEngine):
         if prompt_keys is None:
             prompt_keys = [(key,) for key in torch.randint(2**62, (len(prompts),)).tolist()]
         seeds = [sampling_seed(key) for key in answer_keys(prompt_keys, num_generations)]
-        sampling = Sampling(max_new_tokens, temperature, top_p, top_k, self.tokenizer.eos_token_id)
+        sampling = Sampling(max_new_tokens, temperature, top_p, top_k, self.end_ids)
         answers = self._together(lambda ranks: self._answer_all(ranks, on_progress),
                                  RankPrompts(prompts, seeds, num_generations, sampling))
         return self._result(prompt_ids, attention_mask, num_generations, answers)
@@ -341,7 +342,7 @@ class SGLangRolloutEngine(RolloutEngine):
     def _result(self, prompt_ids: Tensor, attention_mask: Tensor, num_generations: int,
                 answers: list[Answer]) -> RolloutResult:
         """The answers as padded tensors; what a server gives after the first end token does not count."""
-        device, eos, pad = self.device or prompt_ids.device, self.tokenizer.eos_token_id, self.tokenizer.pad_token_id
+        device, pad = self.device or prompt_ids.device, self.tokenizer.pad_token_id
         width = max((len(answer.ids) for answer in answers), default=0)
         ids = torch.full((len(answers), width), pad, dtype=torch.long)
         logps, given = torch.zeros(len(answers), width), torch.zeros(len(answers), width, dtype=torch.bool)
@@ -349,7 +350,7 @@ class SGLangRolloutEngine(RolloutEngine):
             ids[i, : len(answer.ids)] = torch.tensor(answer.ids)
             logps[i, : len(answer.ids)] = torch.tensor(answer.logps)
             given[i, : len(answer.ids)] = True
-        mask = mask_until_eos(ids, given, eos)
+        mask = mask_until_eos(ids, given, list(self.end_ids))
         ids, logps = ids.masked_fill(~mask, pad), logps.masked_fill(~mask, 0.0)
         texts = decode_texts(self.tokenizer, ids, mask)
         ids, logps, mask = ids.to(device), logps.to(device), mask.to(device)
@@ -363,7 +364,7 @@ class SGLangRolloutEngine(RolloutEngine):
             prompt_lens=torch.full((len(answers),), prompt_ids.size(1), device=device),
             completion_mask=mask,
             attention_mask=torch.cat([prompt_mask, mask], dim=1),
-            finished=((ids == eos) & mask).any(dim=1),
+            finished=has_ended(ids, mask, list(self.end_ids)),
         )
 
 
