@@ -74,6 +74,33 @@ def prompts_file(prompts_of):
     return prompts_of(8)
 
 
+@pytest.fixture(scope="session")
+def folders(tmp_path_factory, tokenizer):
+    """Small random models of transformers by name, qwen and llama; see hf_folders.py."""
+    import hf_folders
+
+    torch.manual_seed(0)
+    root = tmp_path_factory.mktemp("models")
+    return {"qwen": hf_folders.write_qwen(root / "qwen", tokenizer), "llama": hf_folders.write_llama(root / "llama")}
+
+
+@pytest.fixture
+def flags_of(folders, tmp_path):
+    """Function of such a model's name (or a folder) and flags giving the command line of a small run with it."""
+    import hf_folders
+    import small_runs as small
+
+    data = small.write_prompts(tmp_path / "prompts.jsonl", 12)
+
+    def build(name, **changes):
+        where = {"save_dir": tmp_path / "out", "checkpoint_dir": tmp_path / "checkpoints", "run_dir": tmp_path / "run",
+                 "data_path": data, "hf_model": folders.get(name, name)}  # fmt: skip
+        return small.argv(**{**hf_folders.NO_SIZES, **where, "batch_size": 2, "num_generations": 3, "max_steps": 2,
+                             "max_seq_len": 96, "learning_rate": 1e-3, "self_check": 1, **changes})  # fmt: skip
+
+    return build
+
+
 @pytest.fixture
 def tiny_flags(tiny_weights, prompts_file, tmp_path):
     """Function of flags by name giving the argv of a tiny run, for either script; what it writes goes to tmp_path.

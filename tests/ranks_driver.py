@@ -9,6 +9,7 @@ import sys
 from datetime import timedelta
 from pathlib import Path
 
+import hf_folders
 import small_runs as small
 import torch
 import torch.distributed as dist
@@ -39,12 +40,15 @@ CONFIGS = {
     **{name: (script, {**SIZES[script], "learning_rate": 1e-5, "data": "few.jsonl", **flags})
        for name, (script, flags) in OPTIONS.items()},
 }
-# These need two ranks to mean something, or their loss is not a sum over rows (experts share the load of a batch).
+# These need two ranks to mean something, or their loss is not a sum over rows (experts share the load of a batch),
+# or its answers are not, row by row (those of another model come from one generator).
 ONLY_RANKS = {
     "grpo, one prompt": (train_grpo, {**GRPO, "data": "one.jsonl"}),
     "ppo, one prompt": (train_ppo, {**PPO, "data": "one.jsonl"}),
     "grpo, same prompts": (train_grpo, {**GRPO, "batch_size": 2, "data": "same.jsonl"}),
     "ppo, same prompts": (train_ppo, {**PPO, "batch_size": 2, "data": "same.jsonl"}),
+    "grpo, another model": (train_grpo, {**GRPO, **hf_folders.NO_SIZES, "hf_model": "qwen", "max_seq_len": 96,
+                                         "learning_rate": 1e-3, "max_steps": 2}),
     "grpo, experts": (train_grpo, {**GRPO, "use_moe": 1, "max_steps": 2}),
     "ppo, experts": (train_ppo, {**PPO, "use_moe": 1, "max_steps": 2}),
     "grpo, one loss is NaN": (train_grpo, {**GRPO, "max_steps": 3}),
@@ -56,10 +60,11 @@ LOSSES = {train_grpo: "cispo_token_loss", train_ppo: "ppo_value_loss"}
 MISSING = ("(3)", "(4)", "(9)", "(12)", "(17)")  # prompts whose answers get no finite reward where rewards are missing
 
 
-def make_inputs(folder: Path, vocab_size: int) -> None:
-    """Weights, a reward model, and files of prompts: 19 and 11 different ones, one, and four times the same."""
-    small.write_weights(folder, vocab_size, use_moe=True)
-    write_scorer(small.write_weights(folder, vocab_size) / f"{small.WEIGHTS}_{small.WIDTH}.pth")
+def make_inputs(folder: Path, tokenizer) -> None:
+    """Weights, a reward model, a Qwen3, and files of prompts: 19 and 11 different, one, and four times the same."""
+    small.write_weights(folder, len(tokenizer), use_moe=True)
+    write_scorer(small.write_weights(folder, len(tokenizer)) / f"{small.WEIGHTS}_{small.WIDTH}.pth")
+    hf_folders.write_qwen(folder / "qwen", tokenizer)
     small.write_prompts(folder / "prompts.jsonl", 19)
     small.write_prompts(folder / "few.jsonl", 11)
     line = small.write_prompts(folder / "one.jsonl", 1).read_text(encoding="utf-8")
@@ -69,6 +74,8 @@ def make_inputs(folder: Path, vocab_size: int) -> None:
 def flags_of(name: str, folder: Path, out: Path, **changes) -> list[str]:
     """This process's command line of a configuration."""
     flags = with_scorer({**(CONFIGS | ONLY_RANKS)[name][1], **changes}, folder)
+    if "hf_model" in flags:
+        flags["hf_model"] = folder / flags["hf_model"]
     world = rank_and_world()[1]
     for size in ("batch_size", "mini_batch_size"):
         if size in flags:

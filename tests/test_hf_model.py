@@ -6,97 +6,21 @@ import shutil
 import pytest
 import small_runs as small
 import torch
+from hf_folders import byte_tokenizer, opened, run, weights_of
 from safetensors.torch import load_file, save_file
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
-    AutoModelForCausalLM, AutoTokenizer, BertConfig, BertForMaskedLM, GPT2Config, GPT2LMHeadModel, LlamaConfig,
-    LlamaForCausalLM, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM,
+    AutoModelForCausalLM, AutoTokenizer, BertConfig, BertForMaskedLM, GPT2Config, GPT2LMHeadModel,
 )  # fmt: skip
 from transformers.models.llama.modeling_llama import LlamaAttention
 from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention
 
 from dataset.lm_dataset import RLAIFDataset
 from trainer import hf_model, train_grpo
-from trainer.arguments import REPO_ROOT
 from trainer.distributed import unwrap_model
-from trainer.loading import load_tokenizer
 from trainer.rl_math import group_relative_advantages
 from trainer.rollout_engine import RolloutResult, TorchRolloutEngine, compute_per_token_logps, score_answers
 from trainer.sglang_checks import check_launch_folder
 from trainer.sglang_weights import WeightVersions
-
-SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
-         "num_key_value_heads": 2, "max_position_embeddings": 256, "initializer_range": 0.3}  # fmt: skip
-PLAIN_TEMPLATE = ("{% for m in messages %}[{{ m['role'] }}]{{ m['content'] }}{% if m['role'] == 'assistant' %}[end]"
-                  "{% endif %}{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}")  # fmt: skip
-
-
-def byte_tokenizer(folder, **special):
-    """A tokenizer of single bytes and three roles; no pad token, no thinking."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    inner = Tokenizer(models.BPE(vocab={text: i for i, text in enumerate(alphabet)}, merges=[]))
-    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    inner.decoder = decoders.ByteLevel()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner, **{"eos_token": "[end]", **special})
-    tokenizer.add_special_tokens({"additional_special_tokens": ["[system]", "[user]", "[assistant]"]})
-    tokenizer.chat_template = PLAIN_TEMPLATE
-    tokenizer.save_pretrained(folder)
-    return tokenizer
-
-
-def lively(model, end: int, pull: float):
-    """The model, now one that ends an answer of 8 tokens in most cases."""
-    with torch.no_grad():
-        shared = torch.nn.functional.normalize(torch.randn(SIZES["hidden_size"]), dim=0)
-        model.get_input_embeddings().weight.add_(3 * shared)
-        seen = model.model(torch.randint(0, 250, (4, 40))).last_hidden_state.mean(dim=(0, 1))
-        model.get_output_embeddings().weight[end] += pull * torch.nn.functional.normalize(seen, dim=0)
-    return model
-
-
-@pytest.fixture(scope="session")
-def folders(tmp_path_factory, tokenizer):
-    """Random models by name: a Qwen3 with tied embeddings and this project's tokenizer, in float32; a Llama of single
-    bytes in bfloat16, whose generation config and attention have opinions of their own."""
-    torch.manual_seed(0)
-    root = tmp_path_factory.mktemp("models")
-    qwen = Qwen3ForCausalLM(Qwen3Config(**SIZES, head_dim=8, vocab_size=len(tokenizer), tie_word_embeddings=True))
-    lively(qwen, tokenizer.eos_token_id, 2).save_pretrained(root / "qwen")
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(REPO_ROOT / "model" / name, root / "qwen")
-    bytes_only = byte_tokenizer(root / "llama")
-    llama = LlamaForCausalLM(LlamaConfig(**SIZES, vocab_size=len(bytes_only) + 5, attention_dropout=0.3))
-    lively(llama, bytes_only.eos_token_id, 2).to(torch.bfloat16)
-    llama.generation_config.update(temperature=0.1, top_k=1, do_sample=True, repetition_penalty=3.0,
-                                   eos_token_id=[5, 6])  # fmt: skip
-    llama.save_pretrained(root / "llama")
-    return {"qwen": root / "qwen", "llama": root / "llama"}
-
-
-@pytest.fixture
-def flags_of(folders, tmp_path):
-    """Function of a model's name and flags giving the command line of a small run."""
-    data = small.write_prompts(tmp_path / "prompts.jsonl", 12)
-
-    def build(name, **changes):
-        where = {"save_dir": tmp_path / "out", "checkpoint_dir": tmp_path / "checkpoints", "run_dir": tmp_path / "run",
-                 "data_path": data, "hf_model": folders.get(name, name)}  # fmt: skip
-        without = dict.fromkeys(("hidden_size", "num_hidden_layers", "from_weight"))
-        return small.argv(**{**without, **where, "batch_size": 2, "num_generations": 3, "max_steps": 2,
-                             "max_seq_len": 96, "learning_rate": 1e-3, "self_check": 1, **changes})  # fmt: skip
-
-    return build
-
-
-def run(flags, **replaced):
-    status, state = small.run_script(train_grpo, flags, **replaced)
-    assert status == 0
-    return state
-
-
-def weights_of(folder):
-    return {name: tensor.float() for name, tensor in load_file(folder / "model.safetensors").items()}
-
 
 BOTH = pytest.mark.parametrize("name", ["qwen", "llama"])
 
@@ -210,16 +134,8 @@ def test_starter_keeps_its_prompts_and_takes_the_model_from_the_folder(folders, 
 
 
 # ---------------------------------------------------------------------------------------------- its parts
-def opened(folder):
-    """(model, tokenizer) as a run loads them."""
-    config = hf_model.read_hf_config(str(folder), False)
-    tokenizer = load_tokenizer(str(folder), pad_with_eos=True)
-    hf_model.fit_hf_config(config, tokenizer, str(folder))
-    return hf_model.load_hf_model(config, tokenizer, str(folder), "cpu"), tokenizer
-
-
 def test_answers_are_sampled_as_told_and_not_as_the_folder_would(folders):
-    """The Llama's folder asks for the likeliest token, a repetition penalty and other end tokens."""
+    """The Llama's folder asks for the likeliest token and a repetition penalty."""
     model, tokenizer = opened(folders["llama"])
     assert tokenizer.pad_token_id == tokenizer.eos_token_id == model.config.pad_token_id
     engine = TorchRolloutEngine(model, tokenizer)

@@ -25,7 +25,7 @@ ROOT = Path(__file__).resolve().parent.parent
 def two_ranks(tokenizer, tmp_path_factory):
     """(folder of the inputs, {configuration: what each rank found}) after one torchrun for all configurations."""
     folder = tmp_path_factory.mktemp("ranks")
-    driver.make_inputs(folder, len(tokenizer))
+    driver.make_inputs(folder, tokenizer)
     name = "ppo, begun by one"
     begun = driver.run_config(name, folder, folder / name, max_steps=2, from_resume=0)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2",

@@ -71,6 +71,8 @@ def test_first_eos_counts_and_later_tokens_do_not():
     expected = mask_of([1, 1, 1, 1, 0], [1, 0, 0, 0, 0], [1, 1, 1, 1, 1], [1, 0, 0, 0, 0], [0, 1, 1, 1, 0])
     assert torch.equal(mask_until_eos(ids, produced, 2), expected)
     assert torch.equal(mask_until_eos(ids, produced.long(), 2), expected)  # 0/1 masks are understood
+    either = mask_of([1, 1, 1, 1, 0], [1, 0, 0, 0, 0], [1, 0, 0, 0, 0], [1, 0, 0, 0, 0], [0, 1, 0, 0, 0])
+    assert torch.equal(mask_until_eos(ids, produced, [2, 7]), either)  # whichever comes first
 
 
 # ---- log-probabilities ----
