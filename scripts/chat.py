@@ -19,7 +19,8 @@ if str(REPO_ROOT) not in sys.path:
     sys.path.insert(0, str(REPO_ROOT))
 
 from trainer.arguments import (  # noqa: E402
-    FlagParser, device_name, non_negative_float, non_negative_int, positive_fraction, positive_int, seed_number, switch,
+    FlagParser, device_name, non_negative_float, non_negative_int, positive_fraction, positive_int, seed_number,
+    settle_weights, switch,
 )  # fmt: skip
 
 
@@ -27,8 +28,10 @@ def parse_args(argv=None) -> argparse.Namespace:
     """The flags. Exits with status 2 on a wrong one, or without weights."""
     parser = FlagParser("Talk to trained weights. Ctrl-C stops an answer, Ctrl-D leaves, /new forgets what was said.")
     add = parser.group("who answers")
-    add("--weights", str, None, "the .pth to talk to, such as out/grpo_128.pth; sizes are read off it")
-    add("--tokenizer_path", str, str(REPO_ROOT / "model"), "folder of the tokenizer the weights were trained with")
+    add("--weights", str, None, "what to talk to: a .pth such as out/grpo_128.pth, whose sizes are read off it, or "
+        "a folder of transformers such as out/grpo-hf")
+    add("--tokenizer_path", str, str(REPO_ROOT / "model"), "folder of the tokenizer the weights were trained with; "
+        "that of --weights, where this is a folder, unless given")
     add("--trust_remote_code", switch, 0, "1 = run Python code that the tokenizer's folder brings along")
     add("--device", device_name, "auto", "auto (CUDA where there is one), cpu, cuda or cuda:K")
     add("--threads", non_negative_int, 0, "CPU threads; 0 = torch's choice, one a core")
@@ -49,9 +52,9 @@ def parse_args(argv=None) -> argparse.Namespace:
         "= all")
     add("--seed", seed_number, 42, "fixes the answers to the same turns")
     args = parser.parse_args(argv)
-    if args.weights is None or not Path(args.weights).is_file():
-        found = "name a .pth" if args.weights is None else f"{args.weights} is not a file; expected a .pth"
-        parser.error(f"argument --weights: {found}, such as out/grpo_128.pth or model/starter/starter_sft_128.pth")
+    if args.weights is None:
+        parser.error("argument --weights: name a .pth, such as out/grpo_128.pth or model/starter/starter_sft_128.pth")
+    settle_weights(parser, args, argv)
     if args.prompt is not None and not args.prompt.strip():
         parser.error("argument --prompt: it is blank, expected some words")
     return args
@@ -61,11 +64,14 @@ if __name__ == "__main__":
     parse_args()  # a wrong flag or --help is answered here, before the seconds that importing torch takes
 
 import torch  # noqa: E402
+from transformers.generation.streamers import BaseStreamer  # noqa: E402
 
+from model.model_minimind import MiniMindForCausalLM  # noqa: E402
 from trainer.evaluation import load_for_inference  # noqa: E402
 from trainer.loading import load_tokenizer  # noqa: E402
 from trainer.prompts import encode_chat, truncate_prompt  # noqa: E402
 from trainer.rewards import THINK_CLOSE, THINK_OPEN, answer_part  # noqa: E402
+from trainer.rollout_engine import answer_ends  # noqa: E402
 from trainer.trainer_utils import run_main, start_process  # noqa: E402
 
 DIM, PLAIN = "\x1b[2m", "\x1b[0m"
@@ -138,15 +144,45 @@ def conversation_ids(tokenizer, system: str | None, turns: list[dict], limit: in
         turns = turns[2:]
 
 
+class Streamed(BaseStreamer):
+    """Hands on the tokens that `.generate` makes, one by one; it is given the prompt first."""
+
+    def __init__(self, on_token):
+        self.on_token, self.prompt_came = on_token, False
+
+    def put(self, value) -> None:
+        if self.prompt_came:
+            self.on_token(value)
+        self.prompt_came = True
+
+    def end(self) -> None:
+        """Nothing is held back here."""
+
+
+def write_answer(model, ids: list[int], args, end_ids: list[int], on_token) -> None:
+    """Sample an answer and give `on_token` each token, ids long [1], as it comes; any causal LM of transformers."""
+    prompt = torch.tensor([ids], device=model.device)
+    if hasattr(model, "decode"):  # MiniMind's
+        model.decode(prompt, max_new_tokens=args.max_new_tokens, temperature=args.temperature, top_p=args.top_p,
+                     eos_token_id=end_ids, on_token=on_token)  # fmt: skip
+        return
+    how = {"do_sample": False}
+    if args.temperature:
+        how = {"do_sample": True, "temperature": args.temperature, "top_p": args.top_p, "top_k": 0}
+    model.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=args.max_new_tokens,
+                   eos_token_id=end_ids, streamer=Streamed(on_token), **how)  # fmt: skip
+
+
 class Chat:
     """A conversation with a model: `ask` answers a turn and remembers both."""
 
     def __init__(self, model, tokenizer, args, screen: Screen):
         self.model, self.tokenizer, self.args, self.screen, self.turns = model, tokenizer, args, screen, []
-        room = model.config.max_position_embeddings - args.max_new_tokens
+        positions = getattr(model.config, "max_position_embeddings", None) or 2**62
+        room = positions - args.max_new_tokens
         if room < 1:
-            raise ValueError(f"--max_new_tokens {args.max_new_tokens} fills the model's "
-                             f"{model.config.max_position_embeddings} positions; lower it")
+            raise ValueError(f"--max_new_tokens {args.max_new_tokens} fills the model's {positions} positions; "
+                             "lower it")
         self.limit = min(args.max_seq_len, room)
 
     def ask(self, words: str) -> bool:
@@ -154,18 +190,15 @@ class Chat:
         kept = self.turns[len(self.turns) - min(len(self.turns), 2 * self.args.history) :]
         turns = [*kept, {"role": "user", "content": words}]
         ids = conversation_ids(self.tokenizer, self.args.system, turns, self.limit, bool(self.args.open_thinking))
-        whole = True
+        # The chat template's say: some let the model write the tag itself, or know of no thinking.
+        thinking, whole = self.tokenizer.decode(ids[-8:]).rstrip().endswith(THINK_OPEN), True
         try:
-            self.screen.begin(thinking=bool(self.args.open_thinking))
-            self.model.decode(
-                torch.tensor([ids], device=self.model.device), max_new_tokens=self.args.max_new_tokens,
-                temperature=self.args.temperature, top_p=self.args.top_p, eos_token_id=self.screen.end_ids,
-                on_token=self.screen.on_token,
-            )  # fmt: skip
+            self.screen.begin(thinking=thinking)
+            write_answer(self.model, ids, self.args, self.screen.end_ids, self.screen.on_token)
         except KeyboardInterrupt:
             whole = False
         self.screen.end()
-        said, thought = self.screen.text, self.args.open_thinking or self.screen.text.lstrip().startswith(THINK_OPEN)
+        said, thought = self.screen.text, thinking or self.screen.text.lstrip().startswith(THINK_OPEN)
         answer = "" if thought and THINK_CLOSE not in said else answer_part(said)
         self.turns = [*turns, {"role": "assistant", "content": answer}]
         return whole
@@ -203,10 +236,14 @@ def main(argv=None) -> int:
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")  # a terminal that cannot show a character must not end the talk
     device = start_process(args)
-    tokenizer = load_tokenizer(args.tokenizer_path, bool(args.trust_remote_code))
-    model = load_for_inference(args.weights, tokenizer, device)
+    trust = bool(args.trust_remote_code)
+    tokenizer = load_tokenizer(args.tokenizer_path, trust, pad_with_eos=Path(args.weights).is_dir())
+    model = load_for_inference(args.weights, tokenizer, device, trust)
+    end_ids = answer_ends(model, tokenizer)
+    if isinstance(model, MiniMindForCausalLM):
+        end_ids.append(tokenizer.pad_token_id)
     colour = sys.stdout.isatty() and "NO_COLOR" not in os.environ and os.environ.get("TERM") != "dumb"
-    screen = Screen(tokenizer, sys.stdout, colour=colour, end_ids=[tokenizer.eos_token_id, tokenizer.pad_token_id])
+    screen = Screen(tokenizer, sys.stdout, colour=colour, end_ids=end_ids)
     chat = Chat(model, tokenizer, args, screen)
     if args.prompt is not None:
         words = sys.stdin.read() if args.prompt == "-" else args.prompt

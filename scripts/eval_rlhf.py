@@ -17,7 +17,7 @@ if str(REPO_ROOT) not in sys.path:
 
 from trainer.arguments import (  # noqa: E402
     STARTER_DEFAULTS, STARTER_DIR, FlagParser, device_name, fraction, non_negative_float, non_negative_int,
-    positive_float, positive_fraction, positive_int, seed_number, switch,
+    positive_float, positive_fraction, positive_int, seed_number, settle_weights, switch,
 )  # fmt: skip
 from trainer.reward_plugins import add_reward_flags, needs_reward_model  # noqa: E402
 
@@ -36,14 +36,16 @@ def build_parser() -> FlagParser:
     parser = FlagParser("Measure weights on held-out prompts: accuracy, pass@k, reward by part, length, cut answers, "
                         "KL, and wins against other weights on the same prompts and seeds.")
     add = parser.group("what is measured")
-    add("--weights", str, None, "A: the .pth to measure; sizes are read off it")
-    add("--baseline", str, None, "B: a .pth to compare it with; None = A alone")
-    add("--reference", str, None, "a .pth that the KL is measured to; None = B, and no KL without B")
+    add("--weights", str, None, "A: the .pth to measure, whose sizes are read off it, or a folder of "
+        "transformers such as out/grpo-hf")
+    add("--baseline", str, None, "B: another, to compare it with; None = A alone")
+    add("--reference", str, None, "another, that the KL is measured to; None = B, and no KL without B")
     add("--data", str, None, "JSONL of held-out prompts; without it, the starter's prompts with the starter's settings")
     add("--starter", bool, False, "the starter's settings also with --data; --weights is then the starter's own model "
         "unless given")
     add("--max_prompts", non_negative_int, 0, "prompts answered, from the file's start; 0 = all")
-    add("--tokenizer_path", str, str(REPO_ROOT / "model"), "folder of the tokenizer the weights were trained with")
+    add("--tokenizer_path", str, str(REPO_ROOT / "model"), "folder of the tokenizer the weights were trained with; "
+        "that of --weights, where this is a folder, unless given")
     add("--trust_remote_code", switch, 0, "1 = run Python code that a model folder brings along")
 
     add = parser.group("how prompts are answered")
@@ -86,11 +88,10 @@ def parse_args(argv=None) -> argparse.Namespace:
         args.weights = str(STARTER_DIR / "starter_sft_128.pth")
     if args.weights is None:
         parser.error("argument --weights: name the .pth to measure, such as out/grpo_128.pth")
-    for name in ("weights", "baseline", "reference", "data"):
-        path = getattr(args, name)
-        if path is not None and not Path(path).is_file():
-            found = "is a folder" if Path(path).is_dir() else "is not there"
-            parser.error(f"argument --{name}: {path} {found}; expected a {'JSONL' if name == 'data' else '.pth'} file")
+    settle_weights(parser, args, argv, "baseline", "reference")
+    if not Path(args.data).is_file():
+        found = "is a folder" if Path(args.data).is_dir() else "is not there"
+        parser.error(f"argument --data: {args.data} {found}; expected a JSONL file")
     if args.json is not None and Path(args.json).is_dir():
         parser.error(f"argument --json: {args.json} is a folder; expected the name of a file to write")
     if args.pass_k is None:
@@ -143,7 +144,7 @@ def per_prompt_values(evaluator: Evaluator, table) -> dict:
 
 def measure(args, weights: str, reference, shared: dict, device: str) -> dict:
     """Everything about one file of weights: per-prompt "values", "rewards" [P, S] of each answer, "samples"."""
-    model = load_for_inference(weights, shared["tokenizer"], device)
+    model = load_for_inference(weights, shared["tokenizer"], device, bool(args.trust_remote_code))
     engine = TorchRolloutEngine(model, shared["tokenizer"], device, autocast_context(device, args.dtype))
     evaluator = Evaluator(engine, shared["tokenizer"], shared["data"], shared["reward_model"], args, device,
                           policy=model, reference=reference, samples=args.samples, pass_k=tuple(args.pass_k))
@@ -224,13 +225,14 @@ def main(argv=None) -> int:
     if args.json:
         require_writable(Path(args.json).resolve().parent)
     device = start_process(args)
-    tokenizer = load_tokenizer(args.tokenizer_path, bool(args.trust_remote_code))
+    trust = bool(args.trust_remote_code)
+    tokenizer = load_tokenizer(args.tokenizer_path, trust, pad_with_eos=Path(args.weights).is_dir())
     data = RLAIFDataset(args.data, tokenizer, max_length=args.max_seq_len, thinking_ratio=args.thinking_ratio,
                         system_ratio=args.system_ratio, seed=args.seed)
     reward_model = open_reward_model(args, device) if needs_reward_model(args) else None
     shared = {"tokenizer": tokenizer, "data": data, "reward_model": reward_model}
     against = args.reference or args.baseline
-    reference = load_for_inference(against, tokenizer, device) if against else None
+    reference = load_for_inference(against, tokenizer, device, trust) if against else None
     files = [args.weights, *([args.baseline] if args.baseline else [])]
     results = [measure(args, weights, reference, shared, device) for weights in files]
     found = win_rate(results[0]["rewards"], results[1]["rewards"]) if args.baseline else None

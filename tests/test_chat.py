@@ -238,7 +238,8 @@ def test_a_stopped_answer_ends_a_single_question_with_130(monkeypatch):
 
 @pytest.mark.parametrize(
     ("words", "expected"),
-    [((), "--weights: name a .pth, such as"), (("--weights", "gone.pth"), "gone.pth is not a file"),
+    [((), "--weights: name a .pth, such as"), (("--weights", "gone.pth"), "gone.pth is not there; expected a .pth"),
+     (("--weights", "scripts"), "scripts is a folder without config.json; expected a .pth"),
      (("--weights", str(STARTER), "--prompt", " "), "--prompt: it is blank"),
      (("--weights", str(STARTER), "--temperature", "-1"), "--temperature")],
 )  # fmt: skip

@@ -159,9 +159,10 @@ def test_own_rewards_and_weights_count(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("flags", "words"),
     [({}, "argument --weights: name the .pth"), ({"weights": "gone.pth"}, "--weights: gone.pth is not there"),
-     ({"weights": "."}, "--weights: . is a folder; expected a .pth file"),
+     ({"weights": "."}, "--weights: . is a folder without config.json; expected a .pth"),
      ({"weights": STARTER, "data": "gone.jsonl"}, "--data: gone.jsonl is not there; expected a JSONL file"),
-     ({"weights": STARTER, "baseline": "gone.pth"}, "--baseline"),
+     ({"weights": STARTER, "data": "."}, "--data: . is a folder; expected a JSONL file"),
+     ({"weights": STARTER, "baseline": "gone.pth"}, "--baseline: gone.pth is not there; expected a .pth"),
      ({"weights": STARTER, "pass_k": "1,8"}, "--pass_k: 8 is more than --samples 4"),
      ({"weights": STARTER, "pass_k": "0"}, "--pass_k: expected a whole number of at least 1"),
      ({"weights": STARTER, "json": "."}, "--json: . is a folder"), ({"weights": STARTER, "samples": 0}, "--samples")],

@@ -1,4 +1,4 @@
-"""Where answers of `--hf_model` end, on both engines, and what serves its weights."""
+"""Where answers of `--hf_model` end, on both engines, and who else answers with its weights."""
 
 import json
 import shutil
@@ -10,6 +10,7 @@ from hf_folders import opened, run, weights_of
 from sglang_stand_in import StandIn
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from scripts import chat, eval_rlhf
 from trainer.hf_model import end_ids
 from trainer.rollout_engine import TorchRolloutEngine, answer_ends
 
@@ -90,3 +91,55 @@ def test_servers_are_sent_its_weights_and_where_its_answers_end(folders, flags_o
         served, written = server.model.state_dict(), weights_of(tmp_path / "out" / "grpo-hf")
         assert all((served[name] - written[name]).abs().max() < 0.02 for name in written)  # written in bfloat16
         assert any((served[name] - tensor).abs().max() > 1e-4 for name, tensor in weights_of(folder).items())
+
+
+# ---------------------------------------------------------------------------------------------- scripts
+@pytest.mark.parametrize("name", ["qwen", "llama"])
+@pytest.mark.parametrize("temperature", [0, 4])
+def test_chat_opens_the_folder_with_its_own_tokenizer(name, temperature, folders, capsys):
+    model, tokenizer = opened(folders[name])
+    how = {"do_sample": False} if temperature == 0 else {"do_sample": True, "temperature": 4.0, "top_k": 0}
+    answers = set()
+    for words in ("Hi", "1+1=?", "So?", "Count."):
+        assert chat.main(["--weights", str(folders[name]), "--prompt", words, "--device", "cpu",
+                          "--max_new_tokens", "6", "--temperature", str(temperature)]) == 0  # fmt: skip
+        shown = capsys.readouterr().out
+        text = tokenizer.apply_chat_template([{"role": "user", "content": words}], tokenize=False, open_thinking=False,
+                                             add_generation_prompt=True)  # fmt: skip
+        ids = torch.tensor([tokenizer(text, add_special_tokens=False)["input_ids"]])
+        torch.manual_seed(42)
+        said = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=6, **how)[0, ids.size(1) :]
+        answers.add(tokenizer.decode(said[said != tokenizer.eos_token_id], clean_up_tokenization_spaces=False) + "\n")
+        assert shown in answers
+    assert temperature == 0 or max(map(len, answers)) > 1
+
+
+def test_chat_shows_an_open_block_only_where_the_prompt_opens_one(folders, capsys):
+    for name, opens in {"qwen": True, "llama": False}.items():
+        chat.main(["--weights", str(folders[name]), "--prompt", "Hi", "--device", "cpu", "--max_new_tokens", "2",
+                   "--open_thinking", "1"])  # fmt: skip
+        assert ("<think>" in capsys.readouterr().out) == opens
+
+
+def test_the_evaluation_opens_the_folder_and_compares_it(folders, flags_of, tmp_path, capsys):
+    run(flags_of("qwen"))
+    trained, target = tmp_path / "out" / "grpo-hf", tmp_path / "eval.json"
+    flags = ["--baseline", str(folders["qwen"]), "--data", str(tmp_path / "prompts.jsonl"), "--max_prompts", "3",
+             "--samples", "2", "--max_seq_len", "96", "--max_gen_len", "8", "--json", str(target), "--device", "cpu"]
+    numbers = {}
+    for weights in (trained, folders["qwen"]):
+        assert eval_rlhf.main(["--weights", str(weights), *flags]) == 0
+        numbers[weights] = json.loads(target.read_text())
+    assert numbers[trained]["settings"]["tokenizer_path"] == str(trained)
+    assert numbers[trained]["a"]["metrics"]["kl"] > 1e-4 > abs(numbers[folders["qwen"]]["a"]["metrics"]["kl"])
+    assert numbers[folders["qwen"]]["a_against_b"]["ties"] == 6
+    assert capsys.readouterr().out.count("A against B by reward") == 2
+
+
+def test_a_folder_that_holds_no_such_model_is_named(folders, tmp_path):
+    for change, words in (({"model_type": "minimind"}, "convert_model.py"), ({"vocab_size": 9}, "the model only 9")):
+        folder = shutil.copytree(folders["llama"], tmp_path / words[-1])
+        content = json.loads((folder / "config.json").read_text()) | change
+        (folder / "config.json").write_text(json.dumps(content))
+        with pytest.raises(ValueError, match=f"model {folder}.*{words}"):
+            chat.main(["--weights", str(folder), "--prompt", "Hi", "--device", "cpu"])

@@ -321,6 +321,19 @@ def settle_hf_model(parser: FlagParser, args, argv) -> None:
         args.tokenizer_path = args.hf_model
 
 
+def settle_weights(parser: FlagParser, args, argv, *others: str) -> None:
+    """Exit in one line where --weights or one of the other flags names no weights; a folder brings its tokenizer."""
+    for name in ("weights", *others):
+        path = getattr(args, name)
+        if path is None or Path(path).is_file() or (Path(path) / "config.json").is_file():
+            continue
+        found = "is a folder without config.json" if Path(path).is_dir() else "is not there"
+        parser.error(f"argument --{name}: {path} {found}; expected a .pth such as out/grpo_128.pth, or the folder of a "
+                     "model of transformers such as out/grpo-hf")
+    if Path(args.weights).is_dir() and not is_given(argv, "tokenizer_path"):
+        args.tokenizer_path = args.weights
+
+
 def settle_grpo(parser: FlagParser, args, argv) -> None:
     """Defaults that follow from --loss_type and --hf_model, and one line for flags that do not go together."""
     settle_hf_model(parser, args, argv)

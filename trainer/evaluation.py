@@ -17,6 +17,7 @@ from model.export import checked_state, config_from_state, expected_shapes
 from model.model_minimind import MiniMindForCausalLM
 from trainer.checkpoints import read_torch_file, save_weights, weights_path
 from trainer.distributed import Logger, all_reduce_sum, is_main_process, rank_and_world
+from trainer.hf_model import open_hf_folder
 from trainer.loading import fit_vocabulary
 from trainer.reward_plugins import REWARD_PARTS
 from trainer.rewards import answer_matches
@@ -170,15 +171,16 @@ def keep_best(run_log, metrics: dict, step: int, model: nn.Module, path: Path) -
     return True
 
 
-def load_for_inference(path, tokenizer, device: str) -> MiniMindForCausalLM:
-    """The model in a .pth, its sizes read off the weights; float32, in evaluation mode, no grad.
+def load_for_inference(path, tokenizer, device: str, trust_remote_code: bool = False) -> nn.Module:
+    """The model in a .pth, its sizes read off the weights, or in a folder of transformers (what --hf_model trains);
+    float32, in evaluation mode, no grad.
 
-    Raises: FileNotFoundError, or ValueError naming what does not fit: a folder, a resume file, another kind of file,
-    missing weights, a tokenizer that is larger than the model.
+    Raises: FileNotFoundError, or ValueError naming what does not fit: a folder without a model, a resume file, another
+    kind of file, missing weights, a tokenizer that is larger than the model.
     """
     path = Path(path)
     if path.is_dir():
-        raise ValueError(f"{path} is a folder, expected a .pth; scripts/convert_model.py makes one of a model folder")
+        return open_hf_folder(str(path), tokenizer, device, trust_remote_code)
     if not path.is_file():
         raise FileNotFoundError(f"weights {path} not found; the trainers write theirs to --save_dir (out/grpo_128.pth)")
     state = read_torch_file(path)

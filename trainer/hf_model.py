@@ -140,6 +140,17 @@ def load_hf_model(config, tokenizer, folder: str, device: str, *, trust_remote_c
     return model.to(device).eval()
 
 
+def open_hf_folder(folder: str, tokenizer, device: str, trust_remote_code: bool) -> nn.Module:
+    """The model in a folder, to answer with: float32, in evaluation mode, no grad.
+
+    Raises: as `read_hf_config`, `fit_hf_config` and `load_hf_model`.
+    """
+    config = read_hf_config(folder, trust_remote_code, "model")
+    fit_hf_config(config, tokenizer, folder, "model")
+    model = load_hf_model(config, tokenizer, folder, device, trust_remote_code=trust_remote_code, flag="model")
+    return model.requires_grad_(False)
+
+
 def checkpoint_layers(model: nn.Module) -> None:
     """Have each layer keep only its input for the backward pass. Without dropout, as all else in evaluation mode."""
     # transformers 5 renames it
