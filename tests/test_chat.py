@@ -285,7 +285,9 @@ def test_a_real_terminal(tiny_weights):
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "TERM": "xterm"}
     environment.pop("NO_COLOR", None)
     process = subprocess.Popen(command, cwd=REPO_ROOT, env=environment, stdin=other_end, stdout=other_end,
-                               stderr=other_end, start_new_session=True)  # fmt: skip
+                               stderr=other_end, start_new_session=True,
+                               # it is ignored, and stays so, where a shell started the tests with `&`
+                               preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))  # fmt: skip
     try:
         os.close(other_end)
         assert b"Ctrl-D leaves" in read_until(terminal, b"> ")
