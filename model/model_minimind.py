@@ -22,7 +22,7 @@ from model.configuration import MiniMindConfig, rotary_tables
 from model.decoding import DecodingMixin
 from model.kv_cache import KVCache, pack_left
 from model.layout import CachedColumns, PromptsAndAnswers, Rows
-from model.products import Linear
+from model.products import LargeGatedProduct, Linear
 
 # transformers 5 renamed the field of its outputs; `.past_key_values` reads it in every version
 CACHE_FIELD = "cache" if "cache" in {f.name for f in fields(MoeCausalLMOutputWithPast)} else "past_key_values"
@@ -89,7 +89,10 @@ class FeedForward(nn.Module):
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.dropout(self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x)))
+        gate, up = self.gate_proj(x), self.up_proj(x)
+        if type(self.down_proj) is Linear and x.dim() == 2 and self.down_proj.is_large_for(gate):
+            return self.dropout(LargeGatedProduct.apply(gate, up, self.down_proj.weight))
+        return self.dropout(self.down_proj(F.silu(gate) * up))
 
 
 class MOEFeedForward(nn.Module):

@@ -89,17 +89,38 @@ class LargeProduct(torch.autograd.Function):
         return to_x, to_weight
 
 
+class LargeGatedProduct(torch.autograd.Function):
+    """(silu(gate) ⊙ up) [T, in] · weightᵀ, [T, out], and its gradients; once differentiable. What stands in brackets is
+    worked out again in the backward pass: kept, it and silu(gate) would be a quarter of all that a layer keeps."""
+
+    @staticmethod
+    def forward(ctx, gate: Tensor, up: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(gate, up, weight)
+        return torch.ops.mkldnn._linear_pointwise(F.silu(gate).mul_(up), weight, None, "none", [], "")
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
+        gate, up, weight = ctx.saved_tensors
+        opened = F.silu(gate)
+        to_weight = grad.t() @ (opened * up) if ctx.needs_input_grad[2] else None
+        inner = torch.ops.mkldnn._linear_pointwise(grad, weight.t(), None, "none", [], "")
+        to_up = opened.mul_(inner)
+        return torch.ops.aten.silu_backward(inner.mul_(up), gate), to_up, to_weight
+
+
 class Linear(nn.Linear):
     """nn.Linear, through oneDNN where that pays off."""
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.bias is not None or not self._is_large(x):
+        if not self.is_large_for(x):
             return super().forward(x)
         return LargeProduct.apply(x.flatten(0, -2), self.weight).unflatten(0, x.shape[:-1])
 
-    def _is_large(self, x: Tensor) -> bool:
+    def is_large_for(self, x: Tensor) -> bool:
+        """Whether LargeProduct is what multiplies x [..., in]."""
         return (
-            x.device.type == "cpu" and x.dtype == self.weight.dtype == torch.float32
+            self.bias is None and x.device.type == "cpu" and x.dtype == self.weight.dtype == torch.float32
             and self.in_features >= FEWEST_INPUTS and x.numel() >= FEWEST_TOKENS * self.in_features
             and not torch.compiler.is_compiling() and not torch.is_autocast_enabled("cpu") and can_pack(torch.float32)
         )  # fmt: skip

@@ -5,7 +5,11 @@ import torch
 import torch.nn.functional as F
 
 from model import products
-from model.products import FEWEST_INPUTS, FEWEST_TOKENS, LargeProduct, Linear, gated, pack, plus, times
+from model.model_minimind import FeedForward, MiniMindConfig
+from model.products import (
+    FEWEST_INPUTS, FEWEST_TOKENS, LargeGatedProduct, LargeProduct, Linear, gated, pack, plus, times,
+)  # fmt: skip
+from trainer.lora import add_lora
 
 HAS_ONEDNN = products.can_pack(torch.float32)
 
@@ -57,6 +61,31 @@ def test_gradients_are_worked_out_only_for_what_learns():
         given = x.clone().requires_grad_(x_learns), weight.clone().requires_grad_(weight_learns)
         LargeProduct.apply(*given).sum().backward()
         assert (given[0].grad is not None, given[1].grad is not None) == (x_learns, weight_learns)
+
+
+@pytest.mark.skipif(not HAS_ONEDNN, reason="this torch has no oneDNN products")
+@pytest.mark.parametrize("learns", [True, False])
+def test_a_gated_product_is_what_its_parts_are_in_value_and_gradient(learns):
+    torch.manual_seed(3)
+    gate, up = (torch.randn(40, FEWEST_INPUTS, requires_grad=True) for _ in range(2))
+    weight, weights = torch.randn(24, FEWEST_INPUTS, requires_grad=learns), torch.randn(40, 24)
+    given = [gate, up, weight] if learns else [gate, up]
+    out, wanted_out = LargeGatedProduct.apply(gate, up, weight), F.linear(F.silu(gate) * up, weight)
+    torch.testing.assert_close(out, wanted_out, atol=1e-4, rtol=1e-5)
+    found, wanted = (torch.autograd.grad((x * weights).sum(), given) for x in (out, wanted_out))
+    for one, other in zip(found, wanted):
+        torch.testing.assert_close(one, other, atol=1e-4, rtol=1e-5)
+
+
+def test_a_feed_forward_with_an_adapter_goes_through_it():
+    torch.manual_seed(4)
+    part = FeedForward(MiniMindConfig(hidden_size=FEWEST_INPUTS, num_hidden_layers=1, vocab_size=40), FEWEST_INPUTS)
+    x = torch.randn(FEWEST_TOKENS, FEWEST_INPUTS)
+    before = part(x)
+    torch.testing.assert_close(before, part.down_proj(F.silu(part.gate_proj(x)) * part.up_proj(x)), atol=1e-5, rtol=0)
+    add_lora(part, rank=2, alpha=4.0, seed=0)
+    part.down_proj.lora_b.data.fill_(0.5)
+    assert (part(x) - before).abs().max() > 0.01
 
 
 @pytest.mark.parametrize("case", ["few tokens", "small weight", "bias", "double", "autocast", "no operator"])

@@ -34,7 +34,7 @@ __all__ = [
     "token_rewards_with_kl", "whiten_rewards",
 ]  # fmt: skip
 
-BLOCK_ELEMENTS = 1 << 24  # float32 numbers in one block of logits (64 MiB)
+BLOCK_ELEMENTS = 1 << 20  # float32 numbers in one block of logits (4 MiB), of which several are worked on at once
 LOWEST_LOG_PROB = -1e4  # nats; exp of it is 0, and 0·-inf of a token ruled out must not make an entropy NaN
 
 
