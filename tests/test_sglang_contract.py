@@ -218,7 +218,7 @@ def test_read_answer_takes_ids_from_the_log_probs():
     """Before 0.4.9 there is no output_ids; the empty completions that gives a naive reader would train on nothing."""
     entries = [[-0.5, 7, None], [-0.25, 2, "x"]]
     meta = {"finish_reason": {"type": "stop", "matched": 2}, "output_token_logprobs": entries}
-    answer = read_answer({"meta_info": meta}, 4, 40, Sampling(4, 1.0, 1.0, 0, 2))
+    answer = read_answer({"meta_info": meta}, 4, 40, Sampling(4, 1.0, 1.0, 0, (2,)))
     assert answer.ids == [7, 2] and answer.logps == [-0.5, -0.25]
 
 

@@ -297,7 +297,8 @@ class TorchRolloutEngine(RolloutEngine):
 def answer_ends(model: nn.Module, tokenizer) -> list[int]:
     """The ids that end an answer: the tokenizer's end token first, then those that a model of transformers names."""
     bare = unwrap_model(model)
-    named = None if isinstance(bare, MiniMindForCausalLM) else bare.generation_config.eos_token_id
+    settings = None if isinstance(bare, MiniMindForCausalLM) else getattr(bare, "generation_config", None)
+    named = getattr(settings, "eos_token_id", None)
     if not isinstance(named, list):
         named = [] if named is None else [named]
     return list(dict.fromkeys([tokenizer.eos_token_id, *named]))
