@@ -70,6 +70,7 @@ def test_what_is_adapted():
     assert "model.layers.0.mlp.experts.3.down_proj" in layers and "model.layers.0.mlp.gate" not in layers
     layer = layers["model.layers.1.self_attn.k_proj"]
     assert layer.lora_a.shape == (3, 32) and layer.lora_b.shape == (16, 3) and (layer.lora_b == 0).all()
+    assert layer.scale == 6.0 / 3
     assert layer.lora_a.abs().max() <= 1 / math.sqrt(32) and layer.lora_a.std() > 0.05
 
 
