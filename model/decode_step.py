@@ -20,7 +20,7 @@ from model.kv_cache import KVCache
 from model.products import PAIR, gated, multiplies_pairs, pack, plus, times
 
 FEWEST_ROWS = 4  # a product of packed weights with one or two rows takes a third longer than with four
-FEW_ROWS = 4  # up to here attention is so short that a GroupCache's additional operations cost more than they save
+FEW_TOKENS = 1024  # of prompts not held again: up to here a GroupCache's additional operations cost more than they save
 STATIC_SLOTS = 128  # a compiled step has a multiple of so many slots: rollouts of nearly the same length share it
 
 
@@ -76,7 +76,7 @@ class DecodeStep:
         self.cos, self.sin = rotary_tables(config, prompts.filled + max_new, device)
 
     def _new_cache(self, prompts: KVCache, copies: int, max_new: int, spare: int) -> RunningCache:
-        few = len(self.positions) <= FEW_ROWS
+        few = len(prompts.lengths) * (copies - 1) * prompts.filled <= FEW_TOKENS
         if few or self.dtype != torch.float32 or self.positions.is_cuda:
             return RowCache(prompts, copies, max_new, spare)
         return GroupCache(prompts, copies)

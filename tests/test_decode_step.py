@@ -29,6 +29,12 @@ def decoded_and_rescored(model, copies=3, steps=20, **settings):
     return decoded.logps[decoded.mask], logps[decoded.mask]
 
 
+@pytest.fixture(autouse=True)
+def groups_pay_off(monkeypatch):
+    """Several answers to a prompt share a cache in these tests, however short the prompt is."""
+    monkeypatch.setattr(decode_step, "FEW_TOKENS", 0)
+
+
 # ---- weights ----
 
 
@@ -153,7 +159,7 @@ def test_attention_equals_one_worked_out_row_by_row(kind, lengths, monkeypatch):
 
 
 @torch.no_grad()
-def test_which_cache_serves_whom():
+def test_which_cache_serves_whom(monkeypatch):
     """Groups pay off for many rows in float32 on the CPU; a fused kernel keeps half precision's scores in float32."""
     model = tiny()
     prompt = three_prompts_of(model)
@@ -163,6 +169,9 @@ def test_which_cache_serves_whom():
         half = DecodeStep(model, prompt, 2, 9)
     assert isinstance(half.cache, RowCache) and half.dtype == torch.bfloat16
     assert half.norm.dtype == half.layers[0].qk_norm.dtype == torch.float32
+    monkeypatch.setattr(decode_step, "FEW_TOKENS", 15)
+    assert isinstance(DecodeStep(model, prompt, 2, 9).cache, RowCache), "three prompts of five tokens, one copy more"
+    assert isinstance(DecodeStep(model, prompt, 3, 9).cache, GroupCache)
 
 
 def test_groups_hold_a_prompt_once_and_few_empty_slots():
@@ -183,7 +192,7 @@ def test_answers_longer_than_the_first_slots(copies, monkeypatch):
     settings = {"max_new_tokens": 40, "num_generations": copies, "uniforms": uniforms(3 * copies, 40)}
     before = model.decode(ids, mask, eos_token_id=[2, 20], **settings)
     monkeypatch.setattr(decode_cache, "GROWTH", 3)
-    monkeypatch.setattr(decode_step, "FEW_ROWS", 0)
+    monkeypatch.setattr(decode_step, "FEW_TOKENS", -1)
     monkeypatch.setattr(decode_step, "FEWEST_ROWS", 1)
     after = model.decode(ids, mask, eos_token_id=[2, 20], **settings)
     assert after.completion_ids.equal(before.completion_ids) and before.completion_ids.shape[1] > 33

@@ -6,11 +6,17 @@ import pytest
 import torch
 from tiny_models import answers, prompts, tiny, uniforms
 
-from model import decoding
+from model import decode_step, decoding
 from model.decode_step import DecodeStep
 from model.kv_cache import KVCache
 
 LIST = torch.tensor
+
+
+@pytest.fixture(autouse=True)
+def groups_pay_off(monkeypatch):
+    """Several answers to a prompt share a cache in these tests, however short the prompt is."""
+    monkeypatch.setattr(decode_step, "FEW_TOKENS", 0)
 
 
 @torch.no_grad()
