@@ -76,7 +76,7 @@ class DecodeStep:
         self.cos, self.sin = rotary_tables(config, prompts.filled + max_new, device)
 
     def _new_cache(self, prompts: KVCache, copies: int, max_new: int, spare: int) -> RunningCache:
-        few = len(prompts.lengths) * (copies - 1) * prompts.filled <= FEW_TOKENS
+        few = spare > 0 or len(prompts.lengths) * (copies - 1) * prompts.filled <= FEW_TOKENS
         if few or self.dtype != torch.float32 or self.positions.is_cuda:
             return RowCache(prompts, copies, max_new, spare)
         return GroupCache(prompts, copies)
