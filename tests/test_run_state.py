@@ -103,7 +103,7 @@ class Recorder:
 
 def test_finish_step_does_what_is_due():
     run = SimpleNamespace(progress=Progress(step=3), evaluator=Recorder(), log=SimpleNamespace(severe=None), models={},
-                          engine=Recorder(), sampler=Recorder(), device="cpu")
+                          engine=Recorder(), sampler=Recorder(), device="cpu", evaluated=None)
     saved = []
 
     def finish(step, **changes):
@@ -117,6 +117,8 @@ def test_finish_step_does_what_is_due():
     run.log.severe = Alarm("kl_runaway", "severe", 9, "too far")
     finish(9)
     assert saved == [4, 6, 9]  # 8 was passed; without --health_stop the run goes on
+    run_state.evaluate(run, 9)
+    assert run.evaluator.called == [("measure", 6), ("measure", 9)], "the last step's is the run's last as well"
     with pytest.raises(HealthStop, match="--health_stop 1 on kl_runaway at step 9: too far"):
         finish(11, health_stop=1)
     assert saved == [4, 6, 9, 11], "what is stopped is saved"
@@ -124,7 +126,7 @@ def test_finish_step_does_what_is_due():
 
 def small_run(progress=None, plan=None, before=None):
     return SimpleNamespace(progress=progress or Progress(), plan=[[2, 2]] if plan is None else plan, before=before,
-                           log=Recorder(), engine=Recorder(), sampler=None,
+                           log=Recorder(), engine=Recorder(), sampler=None, evaluated=None,
                            evaluator=Recorder(measure={"fresh": 1}), config=SimpleNamespace(
                            hidden_size=8, use_moe=False), interrupts=run_state.Interrupts())  # fmt: skip
 
@@ -139,7 +141,12 @@ def until_done(monkeypatch, run, train_epoch, **changes):
 
 def test_a_run_is_measured_trained_saved_measured_and_reported(monkeypatch):
     run, trained = small_run(), []
-    status, saved = until_done(monkeypatch, run, lambda run, args, rows: trained.append(rows))
+
+    def train(run, args, rows):
+        trained.append(rows)
+        run.progress.step += 2
+
+    status, saved = until_done(monkeypatch, run, train)
     assert (status, trained, saved) == (0, [[2, 2]], ["saved", ({"fresh": 1}, {"fresh": 1})])
     assert [name for name, *_ in run.evaluator.called] == ["measure", "measure"] and ("close",) in run.log.called
 

@@ -157,6 +157,7 @@ class RunState:
     log: RunLog | None  # None, as `interrupts`, where nothing is left to do
     interrupts: Interrupts | None
     before: dict | None  # held-out evaluation before the first step
+    evaluated: tuple[int, dict | None] | None = None  # step and result of the last evaluation of this process
     clock: StepClock = field(default_factory=StepClock)  # of the current rollout step
 
     def kl_coef(self, given: float) -> float:
@@ -208,8 +209,10 @@ def rollout_bar(run: RunState, args, answers: int) -> RolloutBar:
 
 def evaluate(run: RunState, step: int) -> dict | None:
     """What the evaluator finds for the newest weights, also where an engine of servers is not yet sent all updates."""
-    run.engine.sync()
-    return run.evaluator.measure(run.log, step)
+    if run.evaluated is None or run.evaluated[0] != step:  # the last step may be due by --eval_interval too
+        run.engine.sync()
+        run.evaluated = step, run.evaluator.measure(run.log, step)
+    return run.evaluated[1]
 
 
 def finish_step(run: RunState, args, done: Progress, save) -> None:
