@@ -222,7 +222,7 @@ def add_update_flags(add) -> None:
     add("--use_compile", switch, 0, "1 = torch.compile what is trained, and decoding")
     add("--micro_batch_tokens", non_negative_int, None, "most tokens that a forward and backward pass reads at once "
         "(each prompt once, without padding); a larger batch is read in pieces whose gradients add up; 0 = all at "
-        "once, None = 768 on a CPU, 8192 on a GPU")
+        "once, None = 1024 on a CPU, 8192 on a GPU")
     add("--gradient_checkpointing", switch, 0, "1 = keep only each layer's input and work the rest out again in the "
         "backward pass: less memory, about a third more time in the update")
 

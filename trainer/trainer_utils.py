@@ -61,7 +61,7 @@ def start_process(args) -> str:
     device = init_distributed_mode(args.device)
     # a GPU needs large products to be busy, a CPU is at its limit with small ones
     if getattr(args, "micro_batch_tokens", 0) is None:
-        args.micro_batch_tokens = 768 if device == "cpu" else 8192
+        args.micro_batch_tokens = 1024 if device == "cpu" else 8192
     setup_seed(args.seed)
     return device
 
