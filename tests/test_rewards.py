@@ -120,7 +120,8 @@ def test_answer_part():
 def test_parse_chat_prompt():
     prompt = (
         "<|im_start|>system\nBe kind.<|im_end|>\n<|im_start|>user\n你好\n再见<|im_end|>\n"
-        "<|im_start|>assistant\n<think>\n\n</think>\n\nhi<|im_end|>\n<|im_start|>tool\n42<|im_end|>\n<|im_start|>user\nx<|im_end|>\n<|im_start|>assistant\n<think>\n"
+        "<|im_start|>assistant\n<think>\n\n</think>\n\nhi<|im_end|>\n"
+        "<|im_start|>tool\n42<|im_end|>\n<|im_start|>user\nx<|im_end|>\n<|im_start|>assistant\n<think>\n"
     )
     assert parse_chat_prompt(prompt) == [
         {"role": "system", "content": "Be kind."},
