@@ -9,8 +9,9 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
+from model.decode_step import effective_weight
 from trainer.lora import (
-    TARGETS, LoRALinear, adapter_off, add_lora, effective_weight, load_lora, lora_layers, lora_state, merge_lora,
+    TARGETS, LoRALinear, adapter_off, add_lora, load_lora, lora_layers, lora_state, merge_lora,
 )  # fmt: skip
 
 IDS = torch.tensor([[5, 6, 7, 8, 9], [10, 11, 12, 13, 14]])

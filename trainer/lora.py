@@ -99,14 +99,6 @@ class AdapterOff(nn.Module):
             return self._orig_mod(*args, **kwargs)
 
 
-def effective_weight(linear: nn.Linear) -> Tensor:
-    """The matrix a linear layer multiplies with just now, [out, in]: for code that fuses layers without calling them.
-
-    The layer's own weight, or a new tensor with its adapter merged in; grad flows to what learns.
-    """
-    return linear.merged_weight() if isinstance(linear, LoRALinear) and linear.adapter_on else linear.weight
-
-
 # ---------------------------------------------------------------------------------------------- to and from files
 def lora_state(model: nn.Module) -> dict:
     """The adapters alone, on the CPU: {"rank", "alpha", "adapters": {"layer name.lora_a": tensor, …}}."""
