@@ -86,7 +86,7 @@ def matrices(model, dtype: torch.dtype, stacked: bool) -> list[Matrix]:
 
 
 class Products:
-    """The matrix products of a model, timed as the fastest of several ways to ask for them."""
+    """The matrix products of a model, timed alone: asked for as one F.linear a matrix, or as is fastest."""
 
     def __init__(self, model, device: str, dtype: torch.dtype):
         self.device, self.dtype = device, dtype
@@ -96,14 +96,14 @@ class Products:
         self.packed_head = pack(self.head)
         self.weight_bytes = sum(matrix.weight.nbytes for matrix in self.separate) + self.head.nbytes
 
-    def plain_seconds(self, rows: int) -> float:
-        """Of all products for one token of each row, asked for as the model does: one F.linear a matrix."""
-        return self._seconds(self.separate, rows, rows, True, F.linear)
-
     def seconds(self, tokens: int, wanted: int, head: bool = True) -> float:
         """Of all products on `tokens` tokens, the states of `wanted` of which are wanted, and, with `head`, what they
-        predict: the fastest of plain products, those of oneDNN, with and without weights in an order of its own, and
-        for few tokens stacked ones and either with the factors in the other order."""
+        predict: one F.linear a matrix."""
+        return self._seconds(self.separate, tokens, wanted, head, F.linear)
+
+    def best_seconds(self, tokens: int, wanted: int, head: bool = True) -> float:
+        """The same in the fastest of the ways known here: plain products, those of oneDNN, with and without weights in
+        an order of its own, and for few tokens stacked ones and either with the factors in the other order."""
         ways = [(self.separate, F.linear)]
         if self.device == "cpu" and can_pack(self.dtype):
             ways += [(self.separate, LargeProduct.apply), (self.packed, times)]
@@ -160,25 +160,31 @@ def passes_of(product: Product, work: Work) -> tuple[int, int, int]:
 
 
 def machine_limits(product: Product, work: Work) -> dict:
-    """Seconds that the step's matrix products take alone, on every real token once, and what reading weights takes."""
-    args, device = work.args, product.device
-    products = Products(product.models[0], device, getattr(torch, args.dtype))
+    """Seconds that the step's matrix products take alone, on every real token once, as plain products and (names with
+    `best_`) in the fastest way; and what reading the weights takes."""
+    products = Products(product.models[0], product.device, getattr(torch, work.args.dtype))
+    bandwidth = copy_bandwidth(product.device)
+    found = {"copy_bandwidth": bandwidth, "weight_bytes": products.weight_bytes,
+             "weights_read": products.weight_bytes / bandwidth}  # fmt: skip
+    for prefix, seconds in (("", products.seconds), ("best_", products.best_seconds)):
+        points = {rows: seconds(rows, rows) for rows in measured_rows(len(work.lengths))}
+        found |= {prefix + "token_step": points, prefix + "phases": phase_limits(product, work, seconds, points)}
+    return found
+
+
+def phase_limits(product: Product, work: Work, seconds: Callable, points: dict[int, float]) -> dict[str, float]:
+    """Of each phase and of the step, from `seconds` (a method of Products) and, by rows, what a token step takes."""
+    args = work.args
     prompt_tokens, answer_tokens = args.batch_size * args.max_seq_len, sum(work.lengths)
-    running = running_rows(work.lengths)
-    points = {rows: products.seconds(rows, rows) for rows in measured_rows(len(work.lengths))}
-    plain = products.plain_seconds(len(work.lengths))
-    prefill = products.seconds(prompt_tokens, args.batch_size)
-    forward = products.seconds(prompt_tokens + answer_tokens, answer_tokens)
+    prefill = seconds(prompt_tokens, args.batch_size)
+    forward = seconds(prompt_tokens + answer_tokens, answer_tokens)
     updates, old_passes, value_passes = passes_of(product, work)
-    critic = products.seconds(prompt_tokens + answer_tokens, answer_tokens, False) if product.algo == "ppo" else 0.0
-    bandwidth = copy_bandwidth(device)
-    parts = {"decode": prefill + sum(interpolate(points, rows) for rows in running),
+    critic = seconds(prompt_tokens + answer_tokens, answer_tokens, False) if product.algo == "ppo" else 0.0
+    parts = {"decode": prefill + sum(interpolate(points, rows) for rows in running_rows(work.lengths)),
              "old log-probs": old_passes * forward, "reference": forward, "values": value_passes * critic,
              "forward": updates * (forward + critic)}  # fmt: skip
     parts["backward"] = 2 * parts["forward"]
-    return {"phases": {**parts, "step": sum(parts.values())}, "token_step": points, "plain_token_step": plain,
-            "copy_bandwidth": bandwidth, "weight_bytes": products.weight_bytes,
-            "weights_read": products.weight_bytes / bandwidth}
+    return {**parts, "step": sum(parts.values())}
 
 
 @torch.no_grad()

@@ -43,7 +43,8 @@ def take_turns(product: Product, sides: list, work: Work, repeats: int) -> tuple
         for side in sides:
             steps[side.name].append(timed_step(product, side, work))
         limits.append(machine_limits(product, work))
-    tables = {name: medians([row.pop(name) for row in limits]) for name in ("phases", "token_step")}
+    names = [name for name, value in limits[0].items() if isinstance(value, dict)]
+    tables = {name: medians([row.pop(name) for row in limits]) for name in names}
     return steps, {**tables, **medians(limits)}
 
 

@@ -6,7 +6,8 @@
 
 First it proves that both give the same tokens, log-probs, rewards, losses and gradients (1e-5 in float32). Then it
 takes turns: textbook, this project, limits; and again. Medians are printed. The limit is the time of the same matrix
-products alone, on every real token once, with nothing around them. The textbook step is benchmarks/textbook.py.
+products alone (one F.linear a matrix, on every real token once, nothing around them); best, their time in the fastest
+of several ways to ask for them. The textbook step is benchmarks/textbook.py.
 """
 
 import argparse
