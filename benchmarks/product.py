@@ -11,6 +11,7 @@ import argparse
 import contextlib
 import copy
 import functools
+import io
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -123,7 +124,9 @@ class Product:
         self.script, self.algo = SCRIPTS[args.algo], args.algo
         self.args = self.script.parse_args(script_argv(args, folder))
         self.device = start_process(self.args)
-        self.run = self.script.build_run(self.args, self.device)
+        # what the script says of its inputs was meant for inputs that a user chose
+        with contextlib.redirect_stdout(io.StringIO()):
+            self.run = self.script.build_run(self.args, self.device)
         self.lengths_kind, self.seed = args.lengths, args.seed
         # Id 0 ends an answer: the one id that a uniform can ask for or rule out whatever the probabilities are. Texts
         # of random weights have no end of their own.

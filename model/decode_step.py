@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from model.configuration import rotary_tables
 from model.decode_cache import GroupCache, RowCache, RunningCache, fill_holes
 from model.kv_cache import KVCache
+from model.norm import inverse_rms
 from model.products import PAIR, gated, multiplies_pairs, pack, plus, times
 
 FEWEST_ROWS = 4  # a product of packed weights with one or two rows takes a third longer than with four
@@ -127,13 +128,9 @@ class DecodeStep:
                 hidden = hidden + layer.experts(normed, None)[0]
         return times(self._normed(hidden, self.norm), self.head, self.head_bias)
 
-    def _rms_norm(self, x: Tensor, weight: Tensor) -> Tensor:
-        """F.rms_norm in float32, in half as many operations as that takes on a CPU."""
-        size = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
-        return (x * torch.addcmul(self.eps, size, size, value=1 / x.shape[-1]).rsqrt_()).mul_(weight)
-
     def _normed(self, x: Tensor, weight: Tensor) -> Tensor:
-        return self._rms_norm(x.float(), weight).to(self.dtype)
+        x = x.float()
+        return (x * inverse_rms(x, self.eps)).mul_(weight).to(self.dtype)
 
     def _queries_keys_values(self, x: Tensor, layer: LayerWeights, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         """Normed, scaled and rotated queries [n, heads, D]; normed and rotated keys, and values [2, n, kv heads, D]."""

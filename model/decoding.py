@@ -6,7 +6,7 @@ V vocabulary.
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -243,7 +243,8 @@ class DecodingMixin:
             )
         n = len(input_ids) * num_generations
         uniforms = check_uniforms(uniforms, n, max_new_tokens, input_ids.device)
-        with evaluation_mode(self):
+        # inference mode spares each of a step's many small operations its bookkeeping, about a twentieth of the time
+        with evaluation_mode(self), nullcontext() if compile else torch.inference_mode():
             running = prefill(
                 self, input_ids, real, copies=num_generations, max_new=max_new_tokens,
                 track_seen=repetition_penalty != 1.0, step=compiled_step if compile else DecodeStep,
@@ -252,7 +253,8 @@ class DecodingMixin:
             steps = run(
                 running, answers, rules, eos=eos, pad=pad_token_id, uniforms=uniforms, on_token=on_token
             )
-        return answers.result(steps, eos, pad_token_id)
+            decoded = answers.result(steps, eos, pad_token_id)
+        return Decoded(*(x.clone() for x in decoded))  # a loss may be made of these, of inference tensors none
 
     def generate(
         self,

@@ -50,6 +50,35 @@ def attend(q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None, dropout: flo
     )
 
 
+class Spread(torch.autograd.Function):
+    """[n, *] with the rows of x [T, *] in their `places` long [T], all different, and 0 elsewhere. autograd's own
+    index_copy would keep x for the backward pass."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, places: Tensor, n: int) -> Tensor:
+        ctx.save_for_backward(places)
+        return x.new_zeros(n, *x.shape[1:]).index_copy_(0, places, x)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, None, None]:
+        return Collect.apply(grad, *ctx.saved_tensors), None, None
+
+
+class Collect(torch.autograd.Function):
+    """x[places] [T, *] of x [n, *], the reverse of Spread. autograd's own index_select would add up the gradients of
+    places that might be the same."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, places: Tensor) -> Tensor:
+        ctx.save_for_backward(places)
+        ctx.n = len(x)
+        return x.index_select(0, places)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
+        return Spread.apply(grad, *ctx.saved_tensors, ctx.n), None
+
+
 class Rows:
     """N sequences, padded anywhere. Each token sees itself and the real tokens before it in its row.
 
@@ -95,18 +124,18 @@ class Rows:
         [k], `flat` [k, …] are those tokens alone."""
         n, w = self.shape
         columns = self.columns if kept is None else self.columns[kept]
-        return flat.new_zeros(n * w, *flat.shape[1:]).index_copy(0, columns, flat).unflatten(0, (n, w))
+        return Spread.apply(flat, columns, n * w).unflatten(0, (n, w))
 
     def grid(self, flat: Tensor) -> Tensor:
         """[N, heads, width, D] for the attention kernels, from [T, heads, D]; grad flows."""
         if self.slots is not None:
-            flat = flat.new_zeros(self.shape[0] * self.width, *flat.shape[1:]).index_copy_(0, self.slots, flat)
+            flat = Spread.apply(flat, self.slots, self.shape[0] * self.width)
         return flat.unflatten(0, (self.shape[0], self.width)).transpose(1, 2)
 
     def flat(self, grid: Tensor) -> Tensor:
         """[T, heads·D] from [N, heads, width, D]; grad flows."""
         flat = grid.transpose(1, 2).flatten(2).flatten(0, 1)
-        return flat if self.slots is None else flat.index_select(0, self.slots)
+        return flat if self.slots is None else Collect.apply(flat, self.slots)
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, dropout: float) -> Tensor:
         """Attention output [T, heads·D] of q [T, heads, D] and k, v [T, kv heads, D]."""

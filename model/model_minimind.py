@@ -2,7 +2,7 @@
 
 The architecture and every parameter name are MiniMind's (github.com/jingyaogong/minimind), which is that of Qwen3 and
 Qwen3-MoE: grouped-query attention with a norm on queries and keys, rotary positions, SwiGLU, RMSNorm before each part.
-Sizes are in configuration.py, the key/value cache in kv_cache.py, sampling in decoding.py.
+Sizes are in configuration.py, the norm in norm.py, the key/value cache in kv_cache.py, sampling in decoding.py.
 
 Letters: N rows, T tokens (or new columns of a call), H hidden size, D head size, V vocabulary, E experts.
 Where tokens lie and what they see is in layout.py.
@@ -22,24 +22,13 @@ from model.configuration import MiniMindConfig, rotary_tables
 from model.decoding import DecodingMixin
 from model.kv_cache import KVCache, pack_left
 from model.layout import CachedColumns, PromptsAndAnswers, Rows
+from model.norm import RMSNorm
 from model.products import LargeGatedProduct, Linear
 
 # transformers 5 renamed the field of its outputs; `.past_key_values` reads it in every version
 CACHE_FIELD = "cache" if "cache" in {f.name for f in fields(MoeCausalLMOutputWithPast)} else "past_key_values"
 
 FEW_TOKENS = 256  # up to here a batch without gradient runs every expert on every token on CUDA
-
-
-class RMSNorm(nn.Module):
-    """x / rms(x) · weight over the last dimension, computed in float32, given back in x's dtype; grad flows."""
-
-    def __init__(self, size: int, eps: float):
-        super().__init__()
-        self.eps = eps
-        self.weight = nn.Parameter(torch.ones(size))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x.float(), self.weight.shape, self.weight.float(), self.eps).type_as(x)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

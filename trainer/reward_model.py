@@ -13,6 +13,7 @@ import torch
 from jinja2 import TemplateError
 from transformers import AutoConfig, AutoModel, AutoModelForSequenceClassification, AutoTokenizer
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.utils import logging
 
 from trainer.prompts import encode_chat, truncate_prompt
 
@@ -170,6 +171,7 @@ class LMForRewardModel:
     def _load(self, dtype, remote: bool):
         """(tokenizer, model) from the folder; raises RuntimeError with the cause."""
         loader = AutoModelForSequenceClassification if self.native else AutoModel
+        logging.disable_progress_bar()
         try:
             tokenizer = AutoTokenizer.from_pretrained(self.path, trust_remote_code=remote, local_files_only=True)
             model_config = AutoConfig.from_pretrained(self.path, trust_remote_code=remote, local_files_only=True)
