@@ -45,8 +45,8 @@ def token_step_line(result: dict) -> str:
     sides = ", ".join(f"{name} {1000 * phases['decode'] / tokens['longest']:.1f} ms"
                       for name, phases in result["phases"].items())  # fmt: skip
     alone, best = (1000 * limits[name][tokens["rows"]] for name in ("token_step", "best_token_step"))
-    return (f"token step (decode / longest answer): {sides}; the products alone {alone:.1f} ms at {tokens['rows']} rows "
-            f"(limit: one F.linear a matrix), {best:.1f} ms in the fastest way (best); reading "
+    return (f"token step (decode / longest answer): {sides}; the products alone {alone:.1f} ms at "
+            f"{tokens['rows']} rows (limit: one F.linear a matrix), {best:.1f} ms in the fastest way (best); reading "
             f"{limits['weight_bytes'] / 1e6:.0f} MB of weights once {1000 * limits['weights_read']:.1f} ms at the "
             f"{limits['copy_bandwidth'] / 1e9:.1f} GB/s of a copy")  # fmt: skip
 

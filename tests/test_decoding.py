@@ -48,6 +48,14 @@ def read_everything_again(model, prompt, row_uniforms, steps, *, temperature=1.0
 # ---- the loop ----
 
 
+def test_a_loss_may_be_made_of_what_was_decoded():
+    """Decoding runs in inference mode, whose tensors autograd refuses."""
+    decoded = tiny().decode(*prompts(), max_new_tokens=5)
+    weight = torch.ones((), requires_grad=True)
+    (decoded.logps * weight * decoded.mask).sum().backward()
+    assert weight.grad == decoded.logps.sum() and not any(x.is_inference() for x in decoded)
+
+
 @pytest.mark.parametrize("use_moe", [False, True])
 @pytest.mark.parametrize(("temperature", "penalty"), [(1.0, 1.0), (0.7, 1.0), (0.0, 1.0), (1.3, 1.4), (0.0, 1.5)])
 def test_equals_a_loop_that_reads_everything_again(use_moe, temperature, penalty):

@@ -1,4 +1,4 @@
-"""Rotary positions and experts, worked by hand."""
+"""Norms, padding, rotary positions and experts, worked by hand."""
 
 import math
 
@@ -7,7 +7,55 @@ import torch
 from tiny_models import tiny
 
 from model.configuration import rotary_frequencies, rotary_tables
+from model.layout import Collect, Spread
 from model.model_minimind import MiniMindConfig, MOEFeedForward
+from model.norm import Norm, RMSNorm
+
+
+# ---- norms ----
+
+
+def numbers(*shape) -> torch.Tensor:
+    return torch.randn(shape, dtype=torch.float64, generator=torch.manual_seed(1)).requires_grad_()
+
+
+@pytest.mark.parametrize("shape", [(3, 8), (2, 3, 8), (0, 8)])
+def test_norm_and_its_gradients(shape):
+    x, weight = numbers(*shape), numbers(8)
+    # an eps that counts beside the mean square, and one that does not
+    for eps in (0.5, 1e-6):
+        expected = x / (x.square().mean(dim=-1, keepdim=True) + eps).sqrt() * weight
+        torch.testing.assert_close(Norm.apply(x, weight, eps), expected)
+        assert torch.autograd.gradcheck(lambda *given, eps=eps: Norm.apply(*given, eps), (x, weight))
+    assert torch.autograd.gradcheck(lambda given: Norm.apply(given, weight.detach(), eps), x)
+    assert torch.autograd.gradcheck(lambda given: Norm.apply(x.detach(), given, eps), weight)
+
+
+def test_norm_is_torch_s_in_every_precision():
+    norm = RMSNorm(64, 1e-6)
+    with torch.no_grad():
+        norm.weight.uniform_(0.5, 1.5, generator=torch.manual_seed(2))
+    x = 3 * torch.randn(5, 64)
+    for dtype, bound in ((torch.float32, 1e-6), (torch.bfloat16, 2**-7)):
+        given = x.to(dtype)
+        expected = torch.nn.functional.rms_norm(given.float(), (64,), norm.weight, 1e-6)
+        found = norm(given)
+        assert found.dtype == dtype
+        torch.testing.assert_close(found.float(), expected, atol=bound, rtol=bound)
+    assert torch.isnan(norm(torch.full((1, 64), math.inf))).all()
+
+
+# ---- padding ----
+
+
+def test_spread_and_collect_undo_each_other_with_their_gradients():
+    places = torch.tensor([4, 0, 3])
+    x, wide = numbers(3, 2), numbers(6, 2)
+    spread = Spread.apply(x, places, 6)
+    assert spread[[1, 2, 5]].eq(0).all() and Collect.apply(spread, places).equal(x)
+    for checked in (torch.autograd.gradcheck, torch.autograd.gradgradcheck):
+        assert checked(lambda given: Spread.apply(given, places, 6), x)
+        assert checked(lambda given: Collect.apply(given, places), wide)
 
 
 # ---- rotary positions ----
