@@ -20,6 +20,7 @@ from model.sampling import SamplingRules, check_rules, pick_tokens
 
 # Rows that ended stay in the batch until they are this share of it, because dropping them copies the cache.
 COMPACT_SHARE = 1 / 8
+ROW_UNIT = 8  # more rows than two of these are a multiple of it: each new number of rows costs the kernels preparations
 
 
 class Decoded(NamedTuple):
@@ -70,10 +71,15 @@ def prefill(model, input_ids: Tensor, real: Tensor, *, copies: int, max_new: int
     )
 
 
+def rows_kept(alive: int) -> int:
+    """How many rows a batch is made of in which so many have not ended."""
+    return alive if alive <= 2 * ROW_UNIT else -(-alive // ROW_UNIT) * ROW_UNIT
+
+
 def compact(running: Running, token: Tensor, left: int) -> Tensor:
-    """Drop the rows that ended: the last ones that run take their places. Gives the tokens of the `left` that stay."""
-    holes = (~running.alive[:left]).nonzero().squeeze(1)
+    """Drop rows that ended until `left` stay: the last ones that run take their places. Gives the tokens of those."""
     fillers = running.alive[left:].nonzero().squeeze(1) + left
+    holes = (~running.alive[:left]).nonzero().squeeze(1)[: len(fillers)]
     running.read.keep_rows(holes, fillers, left)
     running.rows = fill_holes(running.rows, holes, fillers, left)
     if running.seen is not None:
@@ -140,8 +146,9 @@ def run(running: Running, answers: Answers, rules: SamplingRules, *, eos, pad, u
         left = int(running.alive.sum())
         if left == 0 or step + 1 == max_new:
             break
-        if left <= len(token) * (1 - COMPACT_SHARE) and not running.read.static:
-            token = compact(running, token, left)
+        kept = rows_kept(left)
+        if kept <= len(token) * (1 - COMPACT_SHARE) and not running.read.static:
+            token = compact(running, token, kept)
         if running.seen is not None:
             running.seen.scatter_(1, token[:, None], True)
         running.logits = running.read(token)

@@ -5,6 +5,7 @@ tokens, and down to half on a few where the weight lies in an order of its own. 
 rounding alone.
 """
 
+import os
 from functools import lru_cache
 
 import torch
@@ -13,6 +14,9 @@ from torch import Tensor, nn
 
 PAIR = 2  # rows, for which MKL has a product of its own
 FEWEST_TOKENS = 32  # below, putting the weight into oneDNN's order costs more than it saves
+# oneDNN keeps what it prepared for the last 1024 sizes, and so does torch's layer above it, half a megabyte each. Numbers
+# of tokens hardly ever come again, so that is what a run would grow by. Both read these when they are first used.
+CACHES, CACHED_SIZES = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"), 128
 FEWEST_INPUTS = 256  # of a weight: products with smaller ones take less time than preparing oneDNN for a new size
 
 
@@ -23,6 +27,8 @@ def can_pack(dtype: torch.dtype) -> bool:
     torch's compiler uses these operators for weights that do not change; they are not documented, so where they are
     missing there is F.linear.
     """
+    for name in CACHES:
+        os.environ.setdefault(name, str(CACHED_SIZES))
     x, weight = torch.ones(2, 16, dtype=dtype), torch.ones(16, 16, dtype=dtype)
     try:
         packed = torch.ops.mkldnn._reorder_linear_weight(weight, None)
