@@ -124,6 +124,8 @@ class Rows:
         [k], `flat` [k, …] are those tokens alone."""
         n, w = self.shape
         columns = self.columns if kept is None else self.columns[kept]
+        if self.real is not None:  # a compiler decides itself what it keeps
+            return flat.new_zeros(n * w, *flat.shape[1:]).index_copy(0, columns, flat).unflatten(0, (n, w))
         return Spread.apply(flat, columns, n * w).unflatten(0, (n, w))
 
     def grid(self, flat: Tensor) -> Tensor:

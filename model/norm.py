@@ -51,7 +51,7 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.ones(size))
 
     def forward(self, x: Tensor) -> Tensor:
-        plain = x.dtype == self.weight.dtype == torch.float32 and x.device.type == "cpu"
-        if plain and not torch.compiler.is_compiling():
+        plain = x.device.type == "cpu" and x.dtype == self.weight.dtype == torch.float32
+        if plain and not torch.is_autocast_enabled("cpu") and not torch.compiler.is_compiling():
             return Norm.apply(x, self.weight, self.eps)
         return F.rms_norm(x.float(), self.weight.shape, self.weight.float(), self.eps).type_as(x)

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 PAIR = 2  # rows, for which MKL has a product of its own
 FEWEST_TOKENS = 32  # below, putting the weight into oneDNN's order costs more than it saves
-# oneDNN keeps what it prepared for the last 1024 sizes, and so does torch's layer above it, half a megabyte each. Numbers
-# of tokens hardly ever come again, so that is what a run would grow by. Both read these when they are first used.
+# oneDNN keeps what it prepared for the last 1024 sizes, and so does torch's layer above it, half a megabyte a size. A
+# number of tokens hardly ever comes again, so a run would grow by that. Both read these when they are first used.
 CACHES, CACHED_SIZES = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"), 128
 FEWEST_INPUTS = 256  # of a weight: products with smaller ones take less time than preparing oneDNN for a new size
 

@@ -112,14 +112,15 @@ def test_logps_equal_a_full_forward_over_the_padded_batch(logp_temperature):
     assert decoded.logps.dtype == torch.float32
 
 
-@pytest.mark.parametrize("share", [1e-9, 0.3, 1.0])
-def test_a_row_depends_on_its_own_uniforms_only(share, monkeypatch):
+@pytest.mark.parametrize(("share", "unit"), [(1e-9, 8), (1e-9, 2), (1e-9, 5), (0.3, 8), (1.0, 8)])
+def test_a_row_depends_on_its_own_uniforms_only(share, unit, monkeypatch):
     """Alone, together, in another order, dropped from the batch early or late: always the same answer."""
     model = tiny()
     ids, mask = prompts()
     u = uniforms(12)
     settings = {"max_new_tokens": 24, "eos_token_id": [2, 20, 30]}
     monkeypatch.setattr(decoding, "COMPACT_SHARE", share)
+    monkeypatch.setattr(decoding, "ROW_UNIT", unit)
     together = model.decode(ids, mask, num_generations=4, uniforms=u, **settings)
     assert len({len(answer) for answer in answers(together)}) >= 4
     for i in range(12):
@@ -134,6 +135,10 @@ def test_a_row_depends_on_its_own_uniforms_only(share, monkeypatch):
     wide_mask = torch.nn.functional.pad(mask, (6, 3), value=0)
     padded = model.decode(wide, wide_mask, num_generations=4, uniforms=u, **settings)
     assert padded.completion_ids.equal(together.completion_ids)
+
+
+def test_large_batches_come_in_few_sizes():
+    assert [decoding.rows_kept(n) for n in (1, 5, 15, 16, 17, 24, 25, 127)] == [1, 5, 15, 16, 24, 24, 32, 128]
 
 
 def test_prompts_are_read_once_and_ended_rows_leave(monkeypatch):

@@ -1,5 +1,10 @@
 """Products through oneDNN: what F.linear and its gradients are, and F.linear itself wherever they do not apply."""
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -9,6 +14,7 @@ from model.model_minimind import FeedForward, MiniMindConfig
 from model.products import (
     FEWEST_INPUTS, FEWEST_TOKENS, LargeGatedProduct, LargeProduct, Linear, gated, pack, plus, times,
 )  # fmt: skip
+from trainer.arguments import REPO_ROOT
 from trainer.lora import add_lora
 
 HAS_ONEDNN = products.can_pack(torch.float32)
@@ -106,3 +112,30 @@ def test_a_layer_is_saved_and_loaded_as_nn_linear():
     own, plain = layer(), torch.nn.Linear(FEWEST_INPUTS, 24, bias=False)
     plain.load_state_dict(own.state_dict())
     assert isinstance(own, torch.nn.Linear) and plain.weight.equal(own.weight)
+
+
+GROWTH = """
+import torch
+from model.products import LargeProduct, can_pack
+def resident():
+    return int(next(line for line in open("/proc/self/status") if line.startswith("VmRSS")).split()[1]) // 1024
+can_pack(torch.float32)
+x, weight = torch.randn(640, 256), torch.randn(256, 256)
+for tokens in range(64, 640):
+    LargeProduct.apply(x[:tokens], weight)
+    if tokens == 200:
+        before = resident()
+print(resident() - before)
+"""
+
+
+@pytest.mark.skipif(not HAS_ONEDNN or not Path("/proc/self/status").exists(), reason="needs oneDNN and Linux's /proc")
+def test_memory_does_not_grow_with_every_new_number_of_tokens():
+    """After 136 sizes, 440 more: half a megabyte each, unless what is kept for sizes is bounded."""
+    plain = {name: value for name, value in os.environ.items() if name not in products.CACHES}
+    grown = {}
+    for name, more in (("bounded", {}), ("the user's", dict.fromkeys(products.CACHES, "1024"))):
+        done = subprocess.run([sys.executable, "-c", GROWTH], cwd=REPO_ROOT, env={**plain, **more}, timeout=120,
+                              capture_output=True, text=True)  # fmt: skip
+        grown[name] = int(done.stdout)
+    assert grown["bounded"] < 50 < 100 < grown["the user's"], grown
