@@ -306,7 +306,9 @@ def test_watching_draws_when_there_is_more_and_ends_quietly(folder, tmp_path, mo
 def test_a_watched_run_s_page_as_a_process_that_ctrl_c_ends(folder, tmp_path):
     page = tmp_path / "page.html"
     process = subprocess.Popen([sys.executable, SCRIPT, str(folder("run", rows_of(3))), "--html", str(page),
-                                "--watch", "0.05"], stdout=subprocess.PIPE, stderr=subprocess.PIPE)  # fmt: skip
+                                "--watch", "0.05"], stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                               # a shell's background job ignores SIGINT, and so would its child
+                               preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))  # fmt: skip
     until = time.monotonic() + 30
     while not page.exists() and time.monotonic() < until:
         time.sleep(0.05)
