@@ -25,7 +25,7 @@ def can_pack(dtype: torch.dtype) -> bool:
     """Whether this torch can keep CPU weights in oneDNN's own order; asked once, by trying it.
 
     torch's compiler uses these operators for weights that do not change; they are not documented, so where they are
-    missing there is F.linear.
+    missing there is F.linear. Before that first use of oneDNN it bounds what is kept for sizes.
     """
     for name in CACHES:
         os.environ.setdefault(name, str(CACHED_SIZES))
@@ -44,10 +44,15 @@ def pack(weight: Tensor) -> Tensor:
     return weight
 
 
+def through_onednn(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x [n, in] · weightᵀ + bias, [n, out], of a weight that may be packed or lie in any order; no grad."""
+    return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+
+
 def times(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x [n, in] · weightᵀ + bias, [n, out], of a weight that may be packed."""
     if weight.is_mkldnn:
-        return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+        return through_onednn(x, weight, bias)
     if len(x) == PAIR and multiplies_pairs(x.device, x.dtype):
         out = (weight @ x.t()).t().contiguous()
         return out if bias is None else out + bias
@@ -81,7 +86,7 @@ class LargeProduct(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: Tensor, weight: Tensor) -> Tensor:
         ctx.save_for_backward(x, weight)
-        return torch.ops.mkldnn._linear_pointwise(x, weight, None, "none", [], "")
+        return through_onednn(x, weight)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -89,7 +94,7 @@ class LargeProduct(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         to_x = to_weight = None
         if ctx.needs_input_grad[0]:
-            to_x = torch.ops.mkldnn._linear_pointwise(grad, weight.t(), None, "none", [], "")
+            to_x = through_onednn(grad, weight.t())
         if ctx.needs_input_grad[1]:
             to_weight = grad.t() @ x  # MKL is the faster one here
         return to_x, to_weight
@@ -102,7 +107,7 @@ class LargeGatedProduct(torch.autograd.Function):
     @staticmethod
     def forward(ctx, gate: Tensor, up: Tensor, weight: Tensor) -> Tensor:
         ctx.save_for_backward(gate, up, weight)
-        return torch.ops.mkldnn._linear_pointwise(F.silu(gate).mul_(up), weight, None, "none", [], "")
+        return through_onednn(F.silu(gate).mul_(up), weight)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -110,7 +115,7 @@ class LargeGatedProduct(torch.autograd.Function):
         gate, up, weight = ctx.saved_tensors
         opened = F.silu(gate)
         to_weight = grad.t() @ (opened * up) if ctx.needs_input_grad[2] else None
-        inner = torch.ops.mkldnn._linear_pointwise(grad, weight.t(), None, "none", [], "")
+        inner = through_onednn(grad, weight.t())
         to_up = opened.mul_(inner)
         return torch.ops.aten.silu_backward(inner.mul_(up), gate), to_up, to_weight
 
