@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # for child processes as well; before torch is imported
@@ -9,6 +10,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import pytest
 import torch
+from reward_folders import build
 
 from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
 from trainer.arguments import REPO_ROOT
@@ -52,6 +54,18 @@ def tiny_weights(tiny_config, tmp_path_factory):
     torch.manual_seed(7)
     save_weights(MiniMindForCausalLM(tiny_config), weights_path(folder, TINY_NAME, tiny_config))
     return folder
+
+
+@pytest.fixture(scope="session")
+def reward_folder(tokenizer, tmp_path_factory):
+    """Folder of a tiny reward model, to be read."""
+    return build(tmp_path_factory.mktemp("reward"), tokenizer)
+
+
+@pytest.fixture
+def reward_copy(reward_folder, tmp_path):
+    """A copy of it, to be spoiled."""
+    return shutil.copytree(reward_folder, tmp_path / "copy")
 
 
 @pytest.fixture(scope="session")

@@ -5,27 +5,10 @@ import shutil
 import time
 
 import pytest
-from reward_folders import build, chats, load
+from reward_folders import chats, load
 from transformers import AutoTokenizer
 
-from trainer.arguments import REPO_ROOT
 from trainer.reward_model import check_reward_model_path
-
-
-@pytest.fixture(scope="module")
-def tokenizer():
-    return AutoTokenizer.from_pretrained(REPO_ROOT / "model")
-
-
-@pytest.fixture(scope="module")
-def folder(tokenizer, tmp_path_factory):
-    return build(tmp_path_factory.mktemp("reward"), tokenizer)
-
-
-@pytest.fixture
-def copy(folder, tmp_path):
-    """A copy of the model's folder, to be spoiled."""
-    return shutil.copytree(folder, tmp_path / "copy")
 
 
 @pytest.mark.parametrize("path", [None, "", "  "])
@@ -94,58 +77,58 @@ def replace_weights(content):
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )  # fmt: skip
-def test_a_folder_that_cannot_work_is_refused_within_a_second(copy, spoil, found):
-    spoil(copy)
+def test_a_folder_that_cannot_work_is_refused_within_a_second(reward_copy, spoil, found):
+    spoil(reward_copy)
     start = time.perf_counter()
     with pytest.raises(RuntimeError, match=found) as caught:
-        check_reward_model_path(copy)
+        check_reward_model_path(reward_copy)
     assert time.perf_counter() - start < 1.0
     assert "\n" not in str(caught.value)
     with pytest.raises(RuntimeError, match=found):
-        load(copy)
+        load(reward_copy)
 
 
-def test_a_usable_folder_passes_the_check(folder):
-    assert check_reward_model_path(folder)["model_type"] == "qwen3"
-    assert check_reward_model_path(str(folder))["architectures"] == ["Qwen3ForSequenceClassification"]
+def test_a_usable_folder_passes_the_check(reward_folder):
+    assert check_reward_model_path(reward_folder)["model_type"] == "qwen3"
+    assert check_reward_model_path(str(reward_folder))["architectures"] == ["Qwen3ForSequenceClassification"]
 
 
-def test_a_model_without_its_score_head_is_refused(copy):
+def test_a_model_without_its_score_head_is_refused(reward_copy):
     """transformers would start the missing head at random, warn, and every reward would be noise."""
     from safetensors.torch import load_file, save_file
 
-    weights = load_file(copy / "model.safetensors")
+    weights = load_file(reward_copy / "model.safetensors")
     del weights["score.weight"]
-    save_file(weights, copy / "model.safetensors", metadata={"format": "pt"})
+    save_file(weights, reward_copy / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(RuntimeError, match="no weights for score.weight"):
-        load(copy)
+        load(reward_copy)
 
 
-def test_a_tokenizer_larger_than_the_model_is_refused(copy, tokenizer):
-    larger = AutoTokenizer.from_pretrained(copy)
+def test_a_tokenizer_larger_than_the_model_is_refused(reward_copy, tokenizer):
+    larger = AutoTokenizer.from_pretrained(reward_copy)
     larger.add_tokens(["<one_more>"])
-    larger.save_pretrained(copy)
+    larger.save_pretrained(reward_copy)
     with pytest.raises(RuntimeError, match=f"{len(tokenizer) + 1} tokens, the model only {len(tokenizer)}"):
-        load(copy)
+        load(reward_copy)
 
 
-def test_a_tokenizer_without_chat_template_is_refused(copy):
-    (copy / "chat_template.jinja").unlink(missing_ok=True)
-    settings = json.loads((copy / "tokenizer_config.json").read_text())
+def test_a_tokenizer_without_chat_template_is_refused(reward_copy):
+    (reward_copy / "chat_template.jinja").unlink(missing_ok=True)
+    settings = json.loads((reward_copy / "tokenizer_config.json").read_text())
     settings.pop("chat_template", None)
-    (copy / "tokenizer_config.json").write_text(json.dumps(settings))
+    (reward_copy / "tokenizer_config.json").write_text(json.dumps(settings))
     with pytest.raises(RuntimeError, match="no chat template"):
-        load(copy)
+        load(reward_copy)
 
 
-def test_a_template_that_refuses_a_conversation_says_so(folder):
-    model = load(folder)
+def test_a_template_that_refuses_a_conversation_says_so(reward_folder):
+    model = load(reward_folder)
     model.tokenizer.chat_template = "{{ raise_exception('roles must alternate') }}"
     with pytest.raises(RuntimeError, match="turns user, assistant: roles must alternate"):
         model.get_score(chats(1)[0], "a")
 
 
-def test_weights_of_another_shape_are_refused(copy):
-    change_config(hidden_size=32)(copy)
+def test_weights_of_another_shape_are_refused(reward_copy):
+    change_config(hidden_size=32)(reward_copy)
     with pytest.raises(RuntimeError, match="cannot load"):
-        load(copy)
+        load(reward_copy)
